@@ -18,9 +18,9 @@ from wf_deepspeed.unmodified import opened
 
 
 def main(arguments: list[str]) -> None:
-    """Run the script named first, with the rest as its arguments.
+    """Run a script: `arguments` are its path and its arguments.
 
-    Before it may stand `--timeout=SECONDS`, how long ranks wait for each other.
+    `--timeout=SECONDS` before the path sets how long ranks wait for each other.
 
     Raises:
         SystemExit: with a usage line if there is no script.
@@ -41,17 +41,18 @@ def main(arguments: list[str]) -> None:
 
 
 def take_timeout(arguments: list[str]) -> tuple[float, list[str]]:
-    """The seconds of a `--timeout=` before the script, or the default; and the other arguments."""
-    given = [word for word in arguments[:2] if word.startswith("--timeout=")]
-    rest = [word for word in arguments if word not in given]
-    return float(given[0].split("=")[1]) if given else DEFAULT_TIMEOUT_S, rest
+    """(seconds of a `--timeout=` before the script, or the default; the other arguments)."""
+    options = [argument for argument in arguments[:2] if argument.startswith("--timeout=")]
+    others = [argument for argument in arguments if argument not in options]
+    return float(options[0].split("=")[1]) if options else DEFAULT_TIMEOUT_S, others
 
 
 def script_first(arguments: list[str]) -> list[str]:
-    """The script, then its arguments: `deepspeed --module` puts its --local_rank before both."""
-    given = [word for word in arguments[:1] if word.startswith("--local_rank=")]
-    script = len(given)
-    return [*arguments[script : script + 1], *given, *arguments[script + 1 :]]
+    """The script, then its arguments: `deepspeed --module` puts --local_rank before the script."""
+    if arguments and arguments[0].startswith("--local_rank="):
+        local_rank, *others = arguments
+        return [*others[:1], local_rank, *others[1:]]
+    return arguments
 
 
 if __name__ == "__main__":

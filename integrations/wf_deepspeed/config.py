@@ -1,7 +1,6 @@
-"""The "wallfacer" block of a DeepSpeed JSON: read, checked against its neighbours, refused by name.
+"""Reads the "wallfacer" block of a DeepSpeed JSON and checks it against DeepSpeed's own keys.
 
-Nothing here imports DeepSpeed: everything that can be known from the JSON is checked before a
-process group or a model exists.
+This file does not import DeepSpeed: the JSON is checked before a process group or a model exists.
 """
 
 from __future__ import annotations
@@ -25,32 +24,33 @@ from wf_backends.parallel import key_hint
 from wf_transformers import MODEL_WORDS, ModelWords
 
 KEY = "wallfacer"
-MOST_CHARACTERS = 200  # of a value in an error
+MAX_VALUE_LENGTH = 200  # characters of a value in an error
 LossAverage = Literal["sequence", "token"]
 BATCH_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
 )
-LACKING = (
+UNSUPPORTED = (
     "expert_parallel.enabled",
     "hybrid_engine.enabled",
     "data_efficiency.data_sampling.enabled",
     "curriculum_learning.enabled",
 )
-"""Switches of DeepSpeed that we do not carry."""
+"""Switches of DeepSpeed that are refused together with the block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What the block says.
+    """The values of the block.
 
-    `loss_average` "sequence": every micro-batch of every sequence-parallel group weighs the same,
-    as data parallelism has it. "token": every valid token of an optimizer step weighs the same,
-    over data parallelism and gradient accumulation.
-
-    `dsp`, if any: the model's stages, between which its hidden state is switched. `model`: how the
-    model is run, whatever the engine.
+    Attributes:
+        sequence_parallel: the keys of SequenceParallelConfig.
+        loss_average: "sequence": every micro-batch of every sequence-parallel group has the same
+            weight, as in data parallelism. "token": every valid token of an optimizer step has the
+            same weight, over data parallelism and gradient accumulation.
+        dsp: the model's stages, between which its hidden state is switched; None: no DSP.
+        model: keys that any engine has: checkpointing, autochunk, verify, latents.
     """
 
     sequence_parallel: SequenceParallelConfig
@@ -60,16 +60,16 @@ class Block:
 
 
 def load_config(config: Any) -> dict[str, Any]:
-    """A DeepSpeed configuration in any of the forms DeepSpeed takes, as a dict.
+    """A DeepSpeed configuration as a dict, from any of the forms that DeepSpeed takes.
 
     Raises:
-        ValueError: if `config` is neither a mapping, nor an existing file, nor base64 of a JSON; if
-            what it holds is no object, or names a key twice.
+        ValueError: if `config` is not a mapping, an existing file or base64 of a JSON, or if the
+            JSON is not an object or has a key twice.
     """
     if isinstance(config, Mapping):
         return dict(config)
     text = str(config)
-    if os.path.isfile(text):  # which base64 longer than a file's name is not
+    if os.path.isfile(text):  # False for base64 that is longer than a file name may be
         try:
             return _parse(Path(text).read_bytes(), f"DeepSpeed config {text!r}")
         except OSError as error:
@@ -86,34 +86,36 @@ def load_config(config: Any) -> dict[str, Any]:
 
 
 def _parse(data: bytes, what: str) -> dict[str, Any]:
-    """The object that a JSON holds; ValueErrors begin with `what` is read."""
+    """The object in a JSON; errors begin with `what`, the name of its source."""
     try:
-        found = hjson.loads(data.decode(), object_pairs_hook=_refuse_doubles)
+        parsed = hjson.loads(data.decode(), object_pairs_hook=_refuse_duplicates)
     except UnicodeDecodeError as error:
         raise ValueError(f"{what} must be UTF-8: {error}") from None
     except RecursionError:
         raise ValueError(f"{what} is nested too deep") from None
     except ValueError as error:
         raise ValueError(f"{what} is no JSON that DeepSpeed takes: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{what} must hold an object {{...}}, got {short(found)}")
-    return found
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{what} must hold an object {{...}}, got {short(parsed)}")
+    return parsed
 
 
-def _refuse_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, of which every key is given once."""
-    found = dict(pairs)
-    for key in found:
-        if len(values := [value for name, value in pairs if name == key]) > 1:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The dict of a JSON object; ValueError if a key is given twice."""
+    parsed = dict(pairs)
+    for key in parsed:
+        values = [value for name, value in pairs if name == key]
+        if len(values) > 1:
             raise ValueError(f'key "{key}" is given {len(values)} times: {short(values)}')
-    return found
+    return parsed
 
 
 def read_block(config: Mapping[str, Any]) -> Block | None:
     """The block of a DeepSpeed configuration; None if it is absent or not enabled.
 
     Raises:
-        ValueError: if the block is no mapping, a key or a value in it is wrong, or its name is.
+        ValueError: if the block is not a mapping, its name is misspelt, or it has a wrong key or
+            value.
     """
     _refuse_misspelt(config)
     if KEY not in config:
@@ -121,9 +123,9 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
     block = config[KEY]
     if not isinstance(block, Mapping):
         raise ValueError(f'"{KEY}" must be a block {{...}}, got {_as_json(block)}')
-    own = ("enabled", "loss_average")
-    words = (field.name for field in fields(SequenceParallelConfig))
-    known = (*own, dsp.KEY, *MODEL_WORDS, *words)
+    engine_keys = ("enabled", "loss_average")
+    config_keys = (field.name for field in fields(SequenceParallelConfig))
+    known = (*engine_keys, dsp.KEY, *MODEL_WORDS, *config_keys)
     for key in block:
         if key not in known:
             raise ValueError(
@@ -135,29 +137,29 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
     average = block.get("loss_average", "sequence")
     if average not in get_args(LossAverage):
         raise ValueError(f'"{KEY}.loss_average" must be "sequence" or "token", got {average!r}')
-    others, model = ModelWords.split({k: v for k, v in block.items() if k not in own})
-    ours, stages = dsp.read_words(others)
+    others, model = ModelWords.split({k: v for k, v in block.items() if k not in engine_keys})
+    sequence_parallel, stages = dsp.read_words(others)
     if stages is not None and average != "sequence":
         raise ValueError(
             f'"{KEY}.loss_average": "{average}" contradicts "{KEY}.{dsp.KEY}", under which the '
             f"loss is the model's own; leave it out"
         )
-    return Block(ours, average, stages, model) if enabled else None
+    return Block(sequence_parallel, average, stages, model) if enabled else None
 
 
 def _refuse_misspelt(config: Mapping[str, Any]) -> None:
-    """Of DeepSpeed's other keys we say nothing: it has many, and forks have more."""
+    """Refuse a misspelt "wallfacer"; other keys are not checked: DeepSpeed and forks have many."""
     for key in config:
         if key != KEY and get_close_matches(str(key).lower(), [KEY], cutoff=0.8):
             raise ValueError(f'"{key}" is no known key; did you mean "{KEY}"?')
 
 
 def refuse_neighbours(config: Mapping[str, Any], block: Block) -> None:
-    """Refuse what DeepSpeed would run to a wrong result, or what we lack, beside the block.
+    """Refuse DeepSpeed's keys that give wrong results or are not supported together with the block.
 
     Raises:
-        ValueError: for a key that contradicts the block; names it and what would be right.
-        NotImplementedError: for a DeepSpeed feature that we do not carry.
+        ValueError: for a key that contradicts the block; names the key and what would be right.
+        NotImplementedError: for a feature of DeepSpeed that is not supported.
     """
     size = block.sequence_parallel.sequence_parallel_size
     if "data_parallel_size" in config:
@@ -182,7 +184,7 @@ def refuse_neighbours(config: Mapping[str, Any], block: Block) -> None:
             f'"gradient_allreduce_op": "{config["gradient_allreduce_op"]}" would scale gradients '
             f'by the world size, the loss counts on "mean"; remove it'
         )
-    passes = _dig(config, "compile.passes", [])
+    passes = _nested(config, "compile.passes", [])
     if not isinstance(passes, list):
         raise ValueError(f'"compile.passes" must be a list of names, got {_as_json(passes)}')
     if "autosp" in passes:
@@ -190,35 +192,38 @@ def refuse_neighbours(config: Mapping[str, Any], block: Block) -> None:
             f'"compile.passes": ["autosp"] is DeepSpeed\'s own sequence parallelism; '
             f'remove it or the "{KEY}" block'
         )
-    _refuse_lacking(config)
+    _refuse_unsupported(config)
 
 
-def _refuse_lacking(config: Mapping[str, Any]) -> None:
-    asked = [key for key in LACKING if _switch(config, key)]
-    size = _dig(config, "tensor_parallel.autotp_size", 0)
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    unsupported = [key for key in UNSUPPORTED if _switch(config, key)]
+    size = _nested(config, "tensor_parallel.autotp_size", 0)
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise ValueError(f'"tensor_parallel.autotp_size" must be a number, got {_as_json(size)}')
     if size > 1:
-        asked = ["tensor_parallel.autotp_size", *asked]
-    for key in asked:
-        raise NotImplementedError(f'"{key}" together with "{KEY}" is not supported; remove one')
+        unsupported = ["tensor_parallel.autotp_size", *unsupported]
+    if unsupported:
+        raise NotImplementedError(
+            f'"{unsupported[0]}" together with "{KEY}" is not supported; remove one'
+        )
 
 
 def _switch(config: Mapping[str, Any], path: str) -> bool:
-    value = _dig(config, path, False)
+    """The boolean at "a.b"; False if it is missing."""
+    value = _nested(config, path, False)
     if not isinstance(value, bool):
         raise ValueError(f'"{path}" must be true or false, got {_as_json(value)}')
     return value
 
 
-def _dig(config: Mapping[str, Any], path: str, default: Any) -> Any:
-    """config["a"]["b"] for "a.b", the default where a part is missing."""
+def _nested(config: Mapping[str, Any], path: str, default: Any) -> Any:
+    """config["a"]["b"] for the path "a.b"; the default if a part of the path is missing."""
     value: Any = config
     parts = path.split(".")
-    for at, part in enumerate(parts):
+    for i, part in enumerate(parts):
         if not isinstance(value, Mapping):
-            above = ".".join(parts[:at])
-            raise ValueError(f'"{above}" must be an object {{...}}, got {_as_json(value)}')
+            parent = ".".join(parts[:i])
+            raise ValueError(f'"{parent}" must be an object {{...}}, got {_as_json(value)}')
         if part not in value:
             return default
         value = value[part]
@@ -226,16 +231,16 @@ def _dig(config: Mapping[str, Any], path: str, default: Any) -> Any:
 
 
 def _as_json(value: Any) -> str:
-    """A value as a JSON has it, the beginning of a long one; of what no JSON holds, its repr."""
+    """A value as JSON, cut if it is long; its repr if JSON has no such value."""
     try:
-        words = json.dumps(value)
+        text = json.dumps(value)
     except (TypeError, ValueError):
         return short(value)
-    return words if len(words) <= MOST_CHARACTERS else f"{words[:MOST_CHARACTERS]}..."
+    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}..."
 
 
 def data_parallel_size(block: Block, world_size: int) -> int:
-    """How many sequence-parallel groups the world holds.
+    """The number of sequence-parallel groups in the world.
 
     Raises:
         ValueError: if sequence_parallel_size does not divide the world size.
@@ -252,8 +257,8 @@ def data_parallel_size(block: Block, world_size: int) -> int:
 def check_batch(config: Mapping[str, Any], replicas: int) -> None:
     """Check train_batch_size = train_micro_batch_size_per_gpu * accumulation * data parallel size.
 
-    All ranks of a sequence-parallel group work on the same samples, so the data-parallel size is
-    world size / sequence_parallel_size, and the micro batch is that of one group.
+    All ranks of a sequence-parallel group work on the same samples: the data parallel size is
+    `replicas` = world size / sequence_parallel_size, and the micro batch is that of one group.
 
     Raises:
         ValueError: names the keys, their values and what would be right.
@@ -265,18 +270,19 @@ def check_batch(config: Mapping[str, Any], replicas: int) -> None:
     train, micro, steps = (config.get(key) for key in BATCH_KEYS)
     if train is None and micro is None:
         raise ValueError(f'one of "{BATCH_KEYS[0]}", "{BATCH_KEYS[1]}" must be given')
-    right = (micro or 1) * (steps or 1) * replicas
-    if train is None or train == right:
+    expected = (micro or 1) * (steps or 1) * replicas
+    if train is None or train == expected:
         return
     if micro is not None and steps is not None:
         raise ValueError(
             f'"train_batch_size": {train} is not "train_micro_batch_size_per_gpu": {micro} x '
             f'"gradient_accumulation_steps": {steps} x data parallel size {replicas} (world size / '
-            f'sequence_parallel_size); right would be "train_batch_size": {right}'
+            f'sequence_parallel_size); right would be "train_batch_size": {expected}'
         )
-    if train % right:
-        named = "".join(f' x "{key}": {config[key]}' for key in BATCH_KEYS[1:] if key in config)
+    if train % expected:
+        factors = "".join(f' x "{key}": {config[key]}' for key in BATCH_KEYS[1:] if key in config)
         raise ValueError(
             f'"train_batch_size": {train} is no multiple of data parallel size {replicas} '
-            f"(world size / sequence_parallel_size){named}; right would be a multiple of {right}"
+            f"(world size / sequence_parallel_size){factors}; right would be a multiple of "
+            f"{expected}"
         )

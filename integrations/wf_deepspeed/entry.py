@@ -1,4 +1,4 @@
-"""What a user calls: deepspeed.initialize with the "wallfacer" block understood."""
+"""initialize: deepspeed.initialize that understands the "wallfacer" block."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ Initialize = Callable[..., tuple[Any, Any, Any, Any]]
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """Take what `deepspeed.initialize` takes, return what it returns.
+    """Call `deepspeed.initialize`; takes and returns the same.
 
-    With an enabled "wallfacer" block in the configuration the engine has an attribute `wallfacer`
-    (a `WallFacer`), a Hugging Face model runs our attention, and every submodule of the model that
-    has a method `set_sequence_parallel` has been called with the SequenceParallel object. Without
-    the block this is deepspeed.initialize.
+    If the configuration has an enabled "wallfacer" block, the engine gets an attribute `wallfacer`
+    (a `WallFacer`), a Hugging Face model runs our attention, and the SequenceParallel object is
+    passed to the method `set_sequence_parallel` of every submodule that has one. Without the block
+    this is deepspeed.initialize.
 
     Raises:
-        ValueError, NotImplementedError: for a wrong block, batch arithmetic that does not come
-            out, or a neighbour of the block that DeepSpeed would run to a wrong result.
+        ValueError, NotImplementedError: for a wrong block, batch sizes that contradict each other,
+            or keys of DeepSpeed that give wrong results together with the block.
     """
     return initialize_through(inspect.unwrap(deepspeed.initialize), args, kwargs)
 
@@ -57,10 +57,11 @@ def initialize_through(
     kwargs: Mapping[str, Any],
     whole_batches: bool = False,
 ) -> tuple[Any, Any, Any, Any]:
-    """As `initialize`, with the function that starts DeepSpeed handed in.
+    """As `initialize`, through a given function in place of deepspeed.initialize.
 
     Args:
-        whole_batches: whether the model will be called with whole batches, with labels.
+        original: the function; args, kwargs: its arguments.
+        whole_batches: whether the model will be called with whole batches that have labels.
     """
     call = inspect.signature(original).bind(*args, **kwargs)
     config = given_config(call.arguments)
@@ -78,7 +79,7 @@ def initialize_through(
     handle, tiled = _attach(model, sp, block, whole_batches)
     call.arguments["mpu"] = NeutralMpu(groups)
     with handle.removed_on_error():
-        _gather_as_a_whole(tiled, handle)
+        _gather_tiled_modules(tiled, handle)
         engine, optimizer, loader, scheduler = original(*call.args, **call.kwargs)
     engine.wallfacer = WallFacer(
         handle, block, groups, engine.device, engine.gradient_accumulation_steps
@@ -90,7 +91,7 @@ def initialize_through(
 def _attach(
     model: nn.Module, sp: SequenceParallel, block: Block, whole_batches: bool
 ) -> tuple[Handle, list[nn.Module]]:
-    """The model's handle, and its modules that are computed by tiles."""
+    """Attach the model; (its handle, its modules that are computed in tiles)."""
     attach, stages = partial(attach_model, model, sp), block.dsp
     if stages is not None:
         attach = partial(attach_stages, model, sp, stages, block.model.verify)
@@ -103,18 +104,18 @@ def _attach(
         hook=partial(WholeBatchHooks, model) if whole_batches else None,
         whole_batches=whole_batches,
         gather=_own_parameters if partitioned else None,
-        compares=stages is None,  # else it is compared in its first forward
+        compares=stages is None,  # with DSP it is compared in its first forward
         labelled=sp.size == 1,
     )
 
 
 def _own_parameters(module: nn.Module) -> AbstractContextManager[Any]:
-    """Inside, the parameters of a module itself are whole, where deepspeed.zero.Init cut them."""
+    """A context in which ZeRO 3 has gathered the module's parameters, without its children's."""
     return deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)))
 
 
-def _gather_as_a_whole(tiled: list[nn.Module], handle: Handle) -> None:
-    """Have ZeRO 3 gather a tiled module's parameters once a call, not those of a part by tile."""
+def _gather_tiled_modules(tiled: list[nn.Module], handle: Handle) -> None:
+    """Have ZeRO 3 gather a tiled module's parameters once per call, and not once per tile."""
     for module in tiled:
         set_z3_leaf_module(module, True)
         handle.undo.callback(set_z3_leaf_module, module, False)
@@ -122,12 +123,12 @@ def _gather_as_a_whole(tiled: list[nn.Module], handle: Handle) -> None:
 
 def given_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration among the arguments of deepspeed.initialize; empty if there is none."""
-    given = arguments.get("config")
-    if given is None:
-        given = arguments.get("config_params")
-    if given is None:
-        given = getattr(arguments.get("args"), "deepspeed_config", None)
-    return {} if given is None else load_config(given)
+    config = arguments.get("config")
+    if config is None:
+        config = arguments.get("config_params")
+    if config is None:
+        config = getattr(arguments.get("args"), "deepspeed_config", None)
+    return {} if config is None else load_config(config)
 
 
 def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
@@ -148,14 +149,14 @@ def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
 def start(
     arguments: Mapping[str, Any] = MappingProxyType({}), timeout: float | None = None
 ) -> None:
-    """Initialise the process group as deepspeed.initialize would; a second call does nothing.
+    """Initialise the process group as deepspeed.initialize does; a second call does nothing.
 
-    The engine chooses this rank's device only later; its groups must know it now.
+    It also sets this rank's device: the engine sets it later, but the groups need it now.
 
     Args:
         arguments: of deepspeed.initialize; "distributed_port", "dist_init_required" and the
-            device_rank of "args" count.
-        timeout: seconds that ranks wait for each other; None = DeepSpeed's own.
+            device_rank of "args" are used.
+        timeout: seconds that ranks wait for each other; None: DeepSpeed's own.
     """
     accelerator = get_accelerator()
     assert accelerator is not None, "DeepSpeed always finds an accelerator, if only the CPU"
@@ -167,5 +168,5 @@ def start(
         options["timeout"] = timedelta(seconds=timeout)
     deepspeed.init_distributed(accelerator.communication_backend_name(), **options)
     leave_at_exit()
-    given = getattr(arguments.get("args"), "device_rank", None)
-    accelerator.set_device(deepspeed.comm.get_local_rank() if given is None else given)
+    device_rank = getattr(arguments.get("args"), "device_rank", None)
+    accelerator.set_device(deepspeed.comm.get_local_rank() if device_rank is None else device_rank)

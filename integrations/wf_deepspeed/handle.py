@@ -1,4 +1,4 @@
-"""What `engine.wallfacer` is: this rank's share of a batch, its loss, and the bytes it sent."""
+"""`engine.wallfacer`: this rank's part of a batch, its loss, and the bytes that it sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WallFacer(Handle):
 
     Attributes:
         block: the "wallfacer" block of the JSON.
-        groups: the process groups it built.
+        groups: the process groups of this rank.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class WallFacer(Handle):
             attached: the handle of the engine's model.
             accumulation: micro-batches of an optimizer step.
         """
-        vars(self).update(vars(attached))  # what either takes back, both have taken back
+        vars(self).update(vars(attached))  # they share their state: removing one removes both
         self.block, self.groups = block, groups
         self.averages_tokens = block.loss_average == "token"
         self._device, self._accumulation = device, accumulation
@@ -137,16 +137,16 @@ class WallFacer(Handle):
 
 
 class ShardedLoader:
-    """An iterable of this rank's parts of batches; `sampler.set_epoch` as torch has it."""
+    """An iterable of this rank's parts of batches; its `sampler` has torch's `set_epoch`."""
 
-    def __init__(self, handle: WallFacer, loader: DataLoader[Any], *words: Any) -> None:
-        """`words`: those of `shard_batch` beside the batch."""
-        self._handle, self._loader, self._words = handle, loader, words
+    def __init__(self, handle: WallFacer, loader: DataLoader[Any], *arguments: Any) -> None:
+        """`arguments`: those of `shard_batch` after the batch."""
+        self._handle, self._loader, self._arguments = handle, loader, arguments
         self.sampler = loader.sampler
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        shards = (self._handle.shard_batch(whole, *self._words) for whole in self._loader)
+        shards = (self._handle.shard_batch(batch, *self._arguments) for batch in self._loader)
         return self._handle.step_batches(shards) if self._handle.averages_tokens else shards

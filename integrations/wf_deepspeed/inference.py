@@ -1,4 +1,4 @@
-"""What a user calls: init_inference with "hetegen" and "autochunk" in the "wallfacer" block."""
+"""init_inference: deepspeed.init_inference with "hetegen" and "autochunk" in the block."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from wf_deepspeed.config import KEY, load_config
 from wf_transformers import AUTOCHUNK, ModelWords, TrainingBudget
 
 HETEGEN = "hetegen"
-KEYS = ("max_memory", "alpha", "pin_memory", "prefetch", "batch", "prompt")
+HETEGEN_KEYS = ("max_memory", "alpha", "pin_memory", "prefetch", "batch", "prompt")
 
 
 class InferenceEngine:
-    """A model whose weights are split, with the names of DeepSpeed's own engine.
+    """A model with split weights, with the attributes and methods of DeepSpeed's own engine.
 
     Attributes:
-        module: the model, with "autochunk" the one that runs in slices.
+        module: the model; with "autochunk" the model in slices.
         hetegen: the handle, with `plan`, `report()` and `remove()`.
     """
 
@@ -35,11 +35,11 @@ class InferenceEngine:
         return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own."""
+        """Call the model's `generate`."""
         return self.module.generate(*args, **kwargs)  # type: ignore[operator]
 
     def destroy(self) -> None:
-        """Put the model back as it was."""
+        """Restore the model."""
         self.hetegen.remove()
 
 
@@ -49,51 +49,51 @@ def init_inference(
     device: Any = None,
     **options: Any,
 ) -> Any:
-    """Take what `deepspeed.init_inference` takes, with the "wallfacer" block understood.
+    """Call `deepspeed.init_inference`, or apply the "wallfacer" block of the configuration.
 
         {"wallfacer": {"hetegen": {"max_memory": {"0": "20GB", "cpu": "100GB"}, "alpha": "auto",
                                    "pin_memory": true, "prefetch": 1},
                        "autochunk": {"max_memory": "2GB", "max_slowdown": 0.5, "seqlen": 8192}}}
 
-    With "autochunk" the activations of a prompt run in slices, planned for "seqlen" tokens, else
-    for the longest that the model has positions for, or for the "prompt" of "hetegen"; prompts of
-    another length are planned when they come. With "hetegen" the weights are split over the
-    accelerator and the host, and no engine of DeepSpeed's is made. Without the block this is
-    deepspeed.init_inference.
+    With "autochunk" the model runs in slices, so that a prompt's activations take less memory. The
+    plan is for "seqlen" tokens; by default for the "prompt" of "hetegen", or without it for as many
+    tokens as the model has positions. Prompts of other lengths are planned at their first call.
+    With "hetegen" the weights are split over the accelerator and the host, and DeepSpeed makes no
+    engine. Without the block this is deepspeed.init_inference.
 
     Args:
         model: in evaluation mode; with "hetegen" on the CPU.
         config: a dict or a JSON file.
-        device: of "hetegen": where it runs; the accelerator that torch finds if not given.
+        device: where "hetegen" runs; None: the accelerator that torch finds.
         options: DeepSpeed's.
 
     Returns:
-        DeepSpeed's engine, with "hetegen" an `InferenceEngine`.
+        DeepSpeed's engine; with "hetegen" an `InferenceEngine`.
 
     Raises:
-        ValueError: for a key that there is not, a value that cannot be meant, or as
+        ValueError: for an unknown key or a wrong value, or as
             `wf_backends.hetegen.dispatch_model` and `wf_backends.autochunk.autochunk`.
-        NotImplementedError: for what else stands in the block, and for DeepSpeed's own options
-            beside "hetegen".
+        NotImplementedError: for other keys of the block, and for DeepSpeed's own options together
+            with "hetegen".
     """
-    given = load_config({} if config is None else config)
-    theirs = {key: value for key, value in given.items() if key != KEY} | options
-    if KEY not in given:
+    loaded = load_config({} if config is None else config)
+    deepspeed_config = {key: value for key, value in loaded.items() if key != KEY} | options
+    if KEY not in loaded:
         if device is not None:
             raise ValueError(f'device={device!r} is for "{KEY}.{HETEGEN}", which is not given')
-        return deepspeed.init_inference(model, theirs)
-    block = given[KEY]
+        return deepspeed.init_inference(model, deepspeed_config)
+    block = loaded[KEY]
     _check(block)
     budget = ModelWords.split(block)[1].autochunk
     if HETEGEN not in block:
-        engine = deepspeed.init_inference(model, theirs)
+        engine = deepspeed.init_inference(model, deepspeed_config)
         if budget is not None:
             engine.module = _in_slices(engine.module, budget, 1, budget.longest(engine.module))
         return engine
-    if theirs:
+    if deepspeed_config:
         raise NotImplementedError(
-            f'"{KEY}.{HETEGEN}" makes no engine of DeepSpeed\'s, which {list(theirs)} are for: '
-            "leave them out"
+            f'"{KEY}.{HETEGEN}" makes no engine of DeepSpeed\'s, which '
+            f"{list(deepspeed_config)} are for: leave them out"
         )
     handle = _dispatch(model, block[HETEGEN], device)
     if budget is None:
@@ -109,7 +109,7 @@ def init_inference(
 
 
 def _check(block: Any) -> None:
-    """Refuse what is no block for inference."""
+    """Refuse a block that is not a mapping, or has keys that are not for inference."""
     if not isinstance(block, Mapping):
         raise ValueError(f'"{KEY}" must be a block {{...}}, got {block!r}')
     others = [key for key in block if key not in (HETEGEN, AUTOCHUNK)]
@@ -119,25 +119,26 @@ def _check(block: Any) -> None:
         )
 
 
-def _dispatch(model: nn.Module, given: Any, device: Any) -> Handle:
-    """The weights split as the words of "hetegen" say."""
-    if not isinstance(given, Mapping):
-        raise ValueError(f'"{KEY}.{HETEGEN}" must be a block {{...}}, got {given!r}')
-    words = dict(given)
-    for key in words:
-        if key not in KEYS:
+def _dispatch(model: nn.Module, block: Any, device: Any) -> Handle:
+    """Split the model's weights with the settings of the "hetegen" block."""
+    if not isinstance(block, Mapping):
+        raise ValueError(f'"{KEY}.{HETEGEN}" must be a block {{...}}, got {block!r}')
+    settings = dict(block)
+    for key in settings:
+        if key not in HETEGEN_KEYS:
             raise ValueError(
-                f'"{HETEGEN}" may have the keys {list(KEYS)}, got {key!r}{nearest(key, KEYS)}'
+                f'"{HETEGEN}" may have the keys {list(HETEGEN_KEYS)}, '
+                f"got {key!r}{nearest(key, HETEGEN_KEYS)}"
             )
-    memory = words.pop("max_memory", None)
+    memory = settings.pop("max_memory", None)
     if not isinstance(memory, Mapping):
         raise ValueError(f'"{HETEGEN}" must have "max_memory": {{"0": "20GB"}}, got {memory!r}')
-    return dispatch_model(model, memory, device, **words)
+    return dispatch_model(model, memory, device, **settings)
 
 
 def _in_slices(model: nn.Module, budget: TrainingBudget, batch: int, seqlen: int) -> nn.Module:
-    """The model with the activations of a prompt in slices."""
+    """The model in slices, planned for prompts (batch, seqlen)."""
     device = next(model.parameters()).device
     ids = torch.zeros(batch, seqlen, dtype=torch.int64, device=device)
-    words = {"input_ids": ids}  # with a cache where the model makes one, as generate has it
-    return autochunk(model.eval(), (), words, budget.max_memory, budget.max_slowdown)
+    inputs = {"input_ids": ids}  # the model makes a cache if it has one, as in generate
+    return autochunk(model.eval(), (), inputs, budget.max_memory, budget.max_slowdown)

@@ -1,9 +1,9 @@
-"""The groups DeepSpeed is shown: a model parallel unit that changes nothing about its gradients.
+"""The process groups, and the model parallel unit (mpu) through which DeepSpeed sees them.
 
-DeepSpeed 0.19 averages gradients differently at every ZeRO stage as soon as it is told of a
-sequence-parallel size above 1 (their issue 6868, and docs/deepspeed.md). So it is told of the
-whole world as one data-parallel group for gradients and states, of world / P for batch
-arithmetic and data, and of sequence-parallel size 1. What the loss is worth is then up to us.
+DeepSpeed 0.19 averages gradients differently at each ZeRO stage if the mpu reports a
+sequence-parallel size above 1 (their issue 6868, and docs/deepspeed.md). So this mpu reports the
+whole world as one data-parallel group for gradients and states, a data-parallel size of world / P
+for batch sizes and data, and sequence-parallel size 1. The loss is scaled to match (`handle.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from wf_backends.comm import as_timeout
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """This rank's process groups: its sequence-parallel block of consecutive ranks, and itself."""
+    """This rank's process groups: the world, its sequence-parallel group, and this rank alone."""
 
     world: ProcessGroup
     sequence: ProcessGroup
@@ -27,10 +27,10 @@ class Groups:
 
     @classmethod
     def build(cls, sequence_parallel_size: int, timeout: float | None = None) -> Groups:
-        """Cut the world into blocks of consecutive ranks. Every rank must call it.
+        """Build groups of consecutive ranks. Every rank of the world must call it.
 
         Args:
-            timeout: seconds that ranks of a sequence wait for each other; None = as in the world.
+            timeout: seconds that ranks of a sequence wait for each other; None: as in the world.
 
         Raises:
             RuntimeError: if torch.distributed is not initialised.
@@ -38,34 +38,36 @@ class Groups:
         world = dist.group.WORLD
         if world is None:
             raise RuntimeError("torch.distributed is not initialised; call deepspeed.initialize")
-        wait = as_timeout(timeout, world)
-        alone, size = _block_of(1, wait), sequence_parallel_size
-        return cls(world, alone if size == 1 else _block_of(size, wait), alone)
+        group_timeout = as_timeout(timeout, world)
+        alone = _consecutive_ranks(1, group_timeout)
+        if sequence_parallel_size == 1:
+            return cls(world, alone, alone)
+        return cls(world, _consecutive_ranks(sequence_parallel_size, group_timeout), alone)
 
 
-def _block_of(size: int, timeout: timedelta | None) -> ProcessGroup:
-    """This rank's block of `size` consecutive ranks of the world.
+def _consecutive_ranks(size: int, timeout: timedelta | None) -> ProcessGroup:
+    """A new group of this rank and its neighbours, `size` consecutive ranks of the world.
 
-    Never the world itself: NCCL has one queue for each group, and what ZeRO gathers and reduces in
-    the world would hold up the messages of attention.
+    Even for all ranks it is not the world itself: NCCL has one queue per group, and ZeRO's
+    collectives in the world would delay the messages of attention.
     """
-    block, _ = dist.new_subgroups(size, timeout=timeout)
-    assert isinstance(block, ProcessGroup), "every rank of the world is in one block"
-    return block
+    group, _ = dist.new_subgroups(size, timeout=timeout)
+    assert isinstance(group, ProcessGroup), "every rank of the world is in one group"
+    return group
 
 
 class NeutralMpu:
-    """What DeepSpeed asks a model parallel unit for.
+    """The methods of a model parallel unit that DeepSpeed calls.
 
-    There is deliberately no `get_data_parallel_group`: with it ZeRO 3 partitions over it and
-    drops the sequence-parallel ranks' gradients.
+    There is deliberately no `get_data_parallel_group`: ZeRO 3 would partition over that group and
+    drop the gradients of the other sequence-parallel ranks.
     """
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
 
     def initialize_sequence_parallel(self, *_: object, **__: object) -> None:
-        """Nothing to do; that it exists tells DeepSpeed that this is no tensor-parallel unit."""
+        """Does nothing; DeepSpeed takes an mpu without this method for a tensor-parallel unit."""
 
     def get_sequence_parallel_group(self) -> ProcessGroup:
         """The ranks that share one sequence."""
@@ -76,11 +78,11 @@ class NeutralMpu:
         return dist.get_rank(self.groups.sequence)
 
     def get_sequence_parallel_world_size(self) -> int:
-        """1: no stage of ZeRO is to rescale gradients (see the head of this module)."""
+        """1, so that no ZeRO stage rescales gradients (see the module's docstring)."""
         return 1
 
     def get_sequence_data_parallel_group(self) -> ProcessGroup:
-        """Gradients are averaged and states are partitioned over the whole world."""
+        """The world: gradients are averaged and states partitioned over all ranks."""
         return self.groups.world
 
     def get_sequence_data_parallel_world_size(self) -> int:
@@ -92,15 +94,15 @@ class NeutralMpu:
         return dist.get_rank()
 
     def get_data_parallel_world_size(self) -> int:
-        """How many sequence-parallel groups there are: what batch sizes and samplers count."""
+        """The number of sequence-parallel groups, for batch sizes and samplers."""
         return dist.get_world_size() // dist.get_world_size(self.groups.sequence)
 
     def get_data_parallel_rank(self) -> int:
-        """Which of them this rank is in: all its ranks read the same samples."""
+        """The number of this rank's sequence-parallel group, whose ranks read the same samples."""
         return dist.get_rank() // dist.get_world_size(self.groups.sequence)
 
     def get_model_parallel_group(self) -> ProcessGroup:
-        """This rank alone: no parameter is split."""
+        """This rank alone: no parameter is split over ranks."""
         return self.groups.alone
 
     def get_model_parallel_world_size(self) -> int:

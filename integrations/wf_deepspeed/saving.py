@@ -1,4 +1,4 @@
-"""Checkpoints of an engine with our block: complete or not there, and `latest` last."""
+"""Checkpoints of an engine with our block: complete or absent; `latest` is written last."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from wf_transformers import Handle
 
 
 def save_whole(engine: Any, handle: Handle) -> None:
-    """Have `engine` write checkpoints beside and rename them, and name incomplete ones on loading.
+    """Have `engine` write checkpoints to a temporary folder and rename it when all ranks are done.
 
-    DeepSpeed writes `latest` when rank 0 has written, whatever the others have; a job that is
-    killed then cannot resume. Of this one engine, until `handle.remove()`.
+    DeepSpeed writes `latest` when rank 0 is done, even if other ranks are not; a job that is killed
+    then cannot resume. Loading refuses incomplete checkpoints. Only this engine is changed, until
+    `handle.remove()`.
     """
     handle.set(engine, "save_checkpoint", partial(_save, engine, engine.save_checkpoint))
     handle.set(engine, "load_checkpoint", partial(_load, engine, engine.load_checkpoint))
@@ -48,7 +49,7 @@ def _load(
         ValueError: for a checkpoint that is incomplete, with the newest complete one.
     """
     universal = engine.load_universal_checkpoint()
-    known = Path(load_dir, "latest").is_file() or tag is not None
-    if known and not universal and not engine.use_node_local_storage():
+    has_tag = tag is not None or Path(load_dir, "latest").is_file()
+    if has_tag and not universal and not engine.use_node_local_storage():
         tag = find_checkpoint(load_dir, tag).name
     return original(load_dir, tag, **more)

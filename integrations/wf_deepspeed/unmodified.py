@@ -1,8 +1,8 @@
-"""Running scripts that call deepspeed.initialize themselves, with functions replaced meanwhile.
+"""Runs scripts that call deepspeed.initialize themselves; functions are replaced meanwhile.
 
-`opened()` is the one place where that is done: `deepspeed.initialize` (accelerate and the Hugging
-Face Trainer look it up when they call it), and what lets all ranks of a sequence-parallel group
-read the same samples through accelerate (`counted_by_group`). docs/limits.md lists them.
+Only `opened()` replaces functions: `deepspeed.initialize` (accelerate and the Hugging Face Trainer
+look it up when they call it), and the functions through which all ranks of a sequence-parallel
+group read the same samples with accelerate (`counted_by_group`). docs/limits.md lists them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from wf_transformers import (
 
 @contextmanager
 def opened() -> Iterator[None]:
-    """Inside, scripts that know nothing of WallFacer run with the component their JSON asks for."""
+    """In this context, scripts that do not import WallFacer run with the block of their JSON."""
     with ExitStack() as stack:
         initialize = functools.partial(_initialize, stack)
         stack.enter_context(temporarily_replace(deepspeed, "initialize", initialize))
@@ -47,9 +47,10 @@ def opened() -> Iterator[None]:
 def _initialize(
     stack: ExitStack, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """deepspeed.initialize with the component, and a model that takes whole batches.
+    """deepspeed.initialize with the block; the model then takes whole batches.
 
-    A Trainer is told when the logits of an evaluation are not wanted, until `stack` closes.
+    Methods of the Hugging Face Trainer are replaced too, until `stack` closes: evaluation without
+    logits, the loss, and the comparison of the first batch.
     """
     call = inspect.signature(original).bind(*args, **kwargs)
     call.arguments.update(corrected(call.arguments))
@@ -58,7 +59,7 @@ def _initialize(
     )
     if hasattr(engine, "wallfacer") and engine.wallfacer.block.dsp is None:
         WholeBatchHooks(engine.module, engine.wallfacer)
-        if "transformers.trainer" in sys.modules:  # imported by the script, if it is used at all
+        if "transformers.trainer" in sys.modules:  # the script uses the Trainer
             trainer = sys.modules["transformers.trainer"].Trainer
             counted = functools.partial(_step_of, counted_once)
             compared = functools.partial(_step_of, compared_first)
@@ -70,15 +71,15 @@ def _initialize(
 
 
 def _step_of(step: Any, original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """`step` in place of a method of all Trainers."""
+    """Call `step`, which replaces a method of all Trainers, with the trainer's original method."""
     return step(trainer, functools.partial(original, trainer), *args, **kwargs)
 
 
 def corrected(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of deepspeed.initialize with train_batch_size counted over groups, not ranks.
+    """Arguments of deepspeed.initialize with train_batch_size computed from groups, not ranks.
 
-    Trainer and accelerate fill in micro batch x accumulation x world size. Empty where the
-    configuration does not count so, or has no block.
+    Trainer and accelerate fill in micro batch x accumulation x world size. Empty if the
+    configuration has another train_batch_size, or no block.
     """
     config = given_config(arguments)
     block = read_block(config)
@@ -88,13 +89,13 @@ def corrected(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if not train or train != micro * steps * dist.get_world_size():
         return {}
     size = block.sequence_parallel.sequence_parallel_size
-    right = config | {"train_batch_size": train // size}
-    given = [name for name in ("config", "config_params") if arguments.get(name) is not None]
-    if given:
-        return {given[0]: right}
-    script = copy.copy(arguments["args"])  # DeepSpeed takes one of args.deepspeed_config, config
-    script.deepspeed_config = None
-    return {"args": script, "config": right}
+    corrected_config = config | {"train_batch_size": train // size}
+    for name in ("config", "config_params"):
+        if arguments.get(name) is not None:
+            return {name: corrected_config}
+    script_args = copy.copy(arguments["args"])  # DeepSpeed refuses both deepspeed_config and config
+    script_args.deepspeed_config = None
+    return {"args": script_args, "config": corrected_config}
 
 
 def _active_size() -> int:
