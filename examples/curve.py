@@ -1,4 +1,4 @@
-"""The loss curve: rows kept while training, one CSV and one PNG at the end."""
+"""The loss curve of a training run, as a CSV table and a PNG picture."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ class Row:
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
-    """One line a step under a header of the field names; the file is whole at any time."""
+    """Write a header of field names and one line per step; replaces the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    with new.open("w", newline="") as file:
+    temporary = path.with_suffix(".new")
+    with temporary.open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
-    new.replace(path)
+    temporary.replace(path)
 
 
 def read_csv(path: Path) -> list[Row]:
-    """The rows of a file that `write_csv` wrote; none if there is no file."""
+    """The rows of a file that `write_csv` wrote; an empty list if there is no file."""
     if not path.exists():
         return []
-    kinds = get_type_hints(Row)  # int or float
+    column_types = get_type_hints(Row)  # int or float
     with path.open(newline="") as file:
         rows = csv.DictReader(file)
-        return [Row(**{key: kinds[key](text) for key, text in row.items()}) for row in rows]
+        return [Row(**{key: column_types[key](x) for key, x in row.items()}) for row in rows]
 
 
-def draw(rows: list[Row], path: Path, title: str, held_out: float | None = None) -> None:
-    """Loss over steps as a picture, with the held-out loss as a line."""
+def draw(rows: list[Row], path: Path, title: str, held_out_loss: float | None = None) -> None:
+    """Draw the training loss over the steps, and the held-out loss as a horizontal line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -53,9 +53,9 @@ def draw(rows: list[Row], path: Path, title: str, held_out: float | None = None)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot([row.step for row in rows], [row.loss for row in rows], label="training")
-    if held_out is not None:
-        label = f"held-out text, at the end: {held_out:.3f}"
-        axes.axhline(held_out, linestyle="--", color="tab:orange", label=label)
+    if held_out_loss is not None:
+        label = f"held-out text, at the end: {held_out_loss:.3f}"
+        axes.axhline(held_out_loss, linestyle="--", color="tab:orange", label=label)
     axes.set(xlabel="optimizer step", ylabel="loss (nats per byte)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()

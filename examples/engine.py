@@ -1,4 +1,4 @@
-"""What the training loop asks of a framework. One file per framework implements it."""
+"""The interface between the training loop and a framework; one file per framework implements it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepResult:
     loss: float
     """Mean over the valid tokens of the step, nats per token."""
     grad_norm: float
-    """Before clipping; nan where the framework does not tell (DeepSpeed at ZeRO 0)."""
+    """Before clipping; nan where the framework does not report it (DeepSpeed at ZeRO 0)."""
     bytes_sent: int
     """Bytes that this rank's attention sent."""
 
@@ -34,11 +34,14 @@ class Engine(Protocol):
     """Micro-batches that each data-parallel rank gives to one optimizer step."""
 
     def step(self, batches: Sequence[Batch]) -> StepResult:
-        """One optimizer step over `accumulation` full batches, alike on all ranks of a group."""
+        """One optimizer step over `accumulation` full batches.
+
+        All ranks of a sequence-parallel group pass the same batches; the engine shards them.
+        """
         ...
 
     def evaluate(self, batch: Batch) -> float:
-        """Loss of one full batch per data-parallel rank, averaged over them."""
+        """Mean loss of one full batch per data-parallel rank."""
         ...
 
     def save(self, folder: Path, progress: dict[str, int]) -> None:
@@ -50,7 +53,7 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Destroy the process groups."""
         ...
 
 
@@ -58,7 +61,7 @@ def open_engine(name: str, config: str, model: nn.Module, checkpoint: Path | Non
     """The engine called `name` around `model`.
 
     Args:
-        checkpoint: what will be loaded; None = nothing.
+        checkpoint: the one that `load` will read later, or None; DeepSpeed prepares for it here.
 
     Raises:
         ValueError: for an unknown name.

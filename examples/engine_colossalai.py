@@ -12,7 +12,7 @@ import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
 from engine import Batch, StepResult
-from ranks import mean_over_ranks, progress_of, saved, to_device
+from ranks import mean_over_ranks, read_progress, to_device, write_checkpoint
 from torch import nn
 
 import wf_colossalai
@@ -20,7 +20,7 @@ from wf_colossalai.cpu import cpu_accelerator
 
 
 class ColossalAIEngine:
-    """`wf_colossalai.from_config` and a Booster behind the methods of `engine.Engine`."""
+    """Implements `engine.Engine` with `wf_colossalai.from_config` and a Booster."""
 
     def __init__(self, config: str, model: nn.Module) -> None:
         self._stack = ExitStack()
@@ -62,15 +62,15 @@ class ColossalAIEngine:
 
     def save(self, folder: Path, progress: dict[str, int]) -> None:
         """As in `engine.Engine`."""
-        with saved(folder, progress) as part:
-            self._booster.save_model(self._model, str(part / "model"), shard=True)
-            self._booster.save_optimizer(self._optimizer, str(part / "optimizer"), shard=True)
+        with write_checkpoint(folder, progress) as path:
+            self._booster.save_model(self._model, str(path / "model"), shard=True)
+            self._booster.save_optimizer(self._optimizer, str(path / "optimizer"), shard=True)
 
     def load(self, checkpoint: Path) -> dict[str, int]:
         """As in `engine.Engine`."""
         self._booster.load_model(self._model, str(checkpoint / "model"))
         self._booster.load_optimizer(self._optimizer, str(checkpoint / "optimizer"))
-        return progress_of(checkpoint)
+        return read_progress(checkpoint)
 
     def close(self) -> None:
         """As in `engine.Engine`."""
@@ -79,7 +79,7 @@ class ColossalAIEngine:
         dist.destroy_process_group()
 
     def _grad_norm(self) -> float:
-        """Nan where the plugin does not tell."""
+        """The norm before clipping; nan where the plugin does not report it."""
         try:
             norm = self._optimizer.get_grad_norm()
         except NotImplementedError:
@@ -87,12 +87,12 @@ class ColossalAIEngine:
         return float("nan") if norm is None else float(norm)
 
 
-def _make_optimizer(model: nn.Module, words: dict[str, Any]) -> torch.optim.Optimizer:
+def _make_optimizer(model: nn.Module, settings: dict[str, Any]) -> torch.optim.Optimizer:
     """The optimizer of the JSON: {"type": "AdamW" | "HybridAdam" | "SGD", "params": {...}}."""
     from colossalai.nn.optimizer import HybridAdam
 
-    kinds = {"AdamW": torch.optim.AdamW, "HybridAdam": HybridAdam, "SGD": torch.optim.SGD}
-    kind = words.get("type", "AdamW")
-    if kind not in kinds:
-        raise ValueError(f'"optimizer.type" must be one of {", ".join(kinds)}, got {kind!r}')
-    return kinds[kind](model.parameters(), **words.get("params", {}))
+    optimizers = {"AdamW": torch.optim.AdamW, "HybridAdam": HybridAdam, "SGD": torch.optim.SGD}
+    name = settings.get("type", "AdamW")
+    if name not in optimizers:
+        raise ValueError(f'"optimizer.type" must be one of {", ".join(optimizers)}, got {name!r}')
+    return optimizers[name](model.parameters(), **settings.get("params", {}))

@@ -19,24 +19,24 @@ from torch import Tensor, nn
 import wf_deepspeed
 import wf_transformers
 
-UNIVERSAL = " universal"
+UNIVERSAL_SUFFIX = " universal"  # of the folder of a converted checkpoint
 
 
 class DeepSpeedEngine:
-    """`wf_deepspeed.initialize` behind the methods of `engine.Engine`."""
+    """Implements `engine.Engine` with `wf_deepspeed.initialize`."""
 
     def __init__(self, config: str, model: nn.Module, checkpoint: Path | None) -> None:
-        words = json.loads(Path(config).read_text())
-        self._other_ranks = checkpoint is not None and _is_of_other_ranks(checkpoint)
-        if checkpoint is not None and self._other_ranks:
-            words["checkpoint"] = {"load_universal": True}
-            _convert(checkpoint)
+        settings = json.loads(Path(config).read_text())
+        self._is_converted = checkpoint is not None and _has_other_num_ranks(checkpoint)
+        if checkpoint is not None and self._is_converted:
+            settings["checkpoint"] = {"load_universal": True}
+            _convert_to_universal(checkpoint)
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         # DeepSpeed 0.19 calls collectives by names that torch 2.13 is about to drop.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         with wf_deepspeed.without_shared_memory_op():
             self._engine, *_ = wf_deepspeed.initialize(
-                model=model, model_parameters=list(model.parameters()), config=words
+                model=model, model_parameters=list(model.parameters()), config=settings
             )
         wallfacer = getattr(self._engine, "wallfacer", None)
         if not isinstance(wallfacer, wf_deepspeed.WallFacer):
@@ -50,8 +50,9 @@ class DeepSpeedEngine:
     def step(self, batches: Sequence[Batch]) -> StepResult:
         """As in `engine.Engine`."""
         shards = [self._wallfacer.shard_batch(batch) for batch in batches]
-        token = self._wallfacer.block.loss_average == "token"
-        valid = self._wallfacer.count_valid(shards) if token else None
+        valid = None
+        if self._wallfacer.block.loss_average == "token":
+            valid = self._wallfacer.count_valid(shards)
         losses = []
         for shard in shards:
             loss = self._wallfacer.loss(self._logits(shard), shard["labels"], valid)
@@ -79,7 +80,7 @@ class DeepSpeedEngine:
 
     def load(self, checkpoint: Path) -> dict[str, int]:
         """As in `engine.Engine`."""
-        tag = checkpoint.name + (UNIVERSAL if self._other_ranks else "")
+        tag = checkpoint.name + (UNIVERSAL_SUFFIX if self._is_converted else "")
         _, client = self._engine.load_checkpoint(str(checkpoint.parent), tag=tag)
         return client["progress"]
 
@@ -93,16 +94,16 @@ class DeepSpeedEngine:
         return self._engine(**wf_transformers.forward_kwargs(self._engine, shard)).logits
 
 
-def _is_of_other_ranks(checkpoint: Path) -> bool:
-    """Whether a checkpoint holds the optimizer of ZeRO on another number of ranks than now."""
-    parts = len([*checkpoint.glob("*zero_pp_rank_*_optim_states.pt")])
-    return parts not in (0, dist.get_world_size())
+def _has_other_num_ranks(checkpoint: Path) -> bool:
+    """Whether ZeRO's optimizer states were saved by another number of ranks than there are now."""
+    num_files = len([*checkpoint.glob("*zero_pp_rank_*_optim_states.pt")])
+    return num_files not in (0, dist.get_world_size())
 
 
-def _convert(checkpoint: Path) -> None:
-    """Write the checkpoint as DeepSpeed reads it on any number of ranks, beside it."""
+def _convert_to_universal(checkpoint: Path) -> None:
+    """Write a universal checkpoint, which any number of ranks can load, next to this one."""
     if dist.get_rank() == 0:
-        out = f"{checkpoint}{UNIVERSAL}"
+        out = f"{checkpoint}{UNIVERSAL_SUFFIX}"
         module = "deepspeed.checkpoint.ds_to_universal"
         folders = ["--input_folder", str(checkpoint), "--output_folder", out]
         command = [sys.executable, "-m", module, "--inject_missing_state", *folders]

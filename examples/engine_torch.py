@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from engine import Batch, StepResult
-from ranks import mean_over_ranks, progress_of, saved, to_device
+from ranks import mean_over_ranks, read_progress, to_device, write_checkpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,33 +29,36 @@ KEYS += ("gradient_clipping", "optimizer")
 
 
 class TorchEngine:
-    """A model under `fully_shard` or `DistributedDataParallel`, its attention by WallFacer.
+    """Implements `engine.Engine` with `fully_shard` or `DistributedDataParallel`.
 
-    Both average gradients over all ranks, and the handle's loss counts on it.
+    Both average gradients over all ranks; the loss of the handle is scaled for that.
     """
 
     def __init__(self, config: str, model: Any) -> None:
-        words = _read(config)
-        spread = SequenceParallelConfig.from_dict(words["wallfacer"])
-        sp = SequenceParallel(spread, own_group(spread.timeout))  # a queue of its own
+        settings = _read_config(config)
+        sp_config = SequenceParallelConfig.from_dict(settings["wallfacer"])
+        sp = SequenceParallel(sp_config, own_group(sp_config.timeout))
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._handle = wf_transformers.attach(model.to(self._device), sp)
-        if words.get("recompute", False):
+        if settings.get("recompute", False):
             model.gradient_checkpointing_enable(self._handle.checkpoint_kwargs)
         self.rank = dist.get_rank()
         self.data_parallel_rank = self._handle.data_parallel_rank
         self.data_parallel_size = self._handle.data_parallel_size
-        self.accumulation: int = words.get("accumulation", 1)
-        self._clipping = float(words.get("gradient_clipping", "inf"))
-        parallelise = PARALLELISMS[words.get("parallelism", "fsdp")]
-        self._model = parallelise(model, words.get("bf16", False), words.get("replicas"))
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), **words.get("optimizer", {}))
+        self.accumulation: int = settings.get("accumulation", 1)
+        self._clipping = float(settings.get("gradient_clipping", "inf"))
+        parallelise = PARALLELISMS[settings.get("parallelism", "fsdp")]
+        self._model = parallelise(model, settings.get("bf16", False), settings.get("replicas"))
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), **settings.get("optimizer", {})
+        )
 
     def step(self, batches: Sequence[Batch]) -> StepResult:
         """As in `engine.Engine`."""
-        shards, losses = [self._shard(batch) for batch in batches], []
-        for at, shard in enumerate(shards, 1):
-            self._sync(at == len(shards))
+        shards = [self._shard(batch) for batch in batches]
+        losses = []
+        for i, shard in enumerate(shards):
+            self._set_gradient_sync(i == len(shards) - 1)  # average gradients once per step
             loss = self._loss(shard) / len(shards)
             loss.backward()
             losses.append(loss.detach())
@@ -63,8 +66,9 @@ class TorchEngine:
         self._optimizer.step()
         self._optimizer.zero_grad()
         sent = sum(self._handle.report().values())
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        return StepResult(mean_over_ranks(torch.stack(losses).sum()), float(whole), sent)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        return StepResult(mean_over_ranks(torch.stack(losses).sum()), float(norm), sent)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
@@ -76,8 +80,8 @@ class TorchEngine:
 
     def save(self, folder: Path, progress: dict[str, int]) -> None:
         """As in `engine.Engine`."""
-        with saved(folder, progress) as part:
-            dcp.save(self._state(), checkpoint_id=part)
+        with write_checkpoint(folder, progress) as path:
+            dcp.save(self._state(), checkpoint_id=path)
 
     def load(self, checkpoint: Path) -> dict[str, int]:
         """As in `engine.Engine`."""
@@ -89,7 +93,7 @@ class TorchEngine:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        return progress_of(checkpoint)
+        return read_progress(checkpoint)
 
     def close(self) -> None:
         """As in `engine.Engine`."""
@@ -100,16 +104,16 @@ class TorchEngine:
         return self._handle.shard_batch(to_device(batch, self._device))
 
     def _loss(self, shard: dict[str, Any]) -> Tensor:
-        """Of this rank's tokens; the mean over all ranks is the mean loss of all sequences."""
+        """This rank's part of the loss; the mean over all ranks is the loss of the step."""
         logits = self._model(**wf_transformers.forward_kwargs(self._model, shard)).logits
         return self._handle.loss(logits, shard["labels"])
 
-    def _sync(self, now: bool) -> None:
-        """Whether the next backward is to bring gradients together."""
+    def _set_gradient_sync(self, enabled: bool) -> None:
+        """Whether the next backward averages gradients over the ranks."""
         if isinstance(self._model, DistributedDataParallel):
-            self._model.require_backward_grad_sync = now
+            self._model.require_backward_grad_sync = enabled
         else:
-            self._model.set_requires_gradient_sync(now)
+            self._model.set_requires_gradient_sync(enabled)
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._model, self._optimizer)
@@ -117,15 +121,15 @@ class TorchEngine:
 
 
 def _fully_sharded(model: Any, bf16: bool, replicas: int | None) -> Any:
-    """FSDP2, layer by layer; computing in bfloat16 if asked for, parameters in float32.
+    """FSDP2, layer by layer. With `bf16` it computes in bfloat16; parameters stay float32.
 
     Args:
-        replicas: how many times the parameters are there, each time sharded over neighbours.
+        replicas: copies of the parameters, each sharded over neighbouring ranks (HSDP); None = 1.
     """
     policy = MixedPrecisionPolicy()
     if bf16:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    shape, names = mesh_of(1 if replicas is None else replicas, dist.get_world_size())
+    shape, names = mesh_shape(1 if replicas is None else replicas, dist.get_world_size())
     device = next(model.parameters()).device.type
     mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     for layer in model.model.layers:
@@ -134,11 +138,11 @@ def _fully_sharded(model: Any, bf16: bool, replicas: int | None) -> Any:
     return model
 
 
-def mesh_of(replicas: int, size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Ranks by replica and shard, and what torch calls the dimensions.
+def mesh_shape(replicas: int, size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Shape and dimension names of the device mesh: (shards,) or (replicas, shards).
 
     Raises:
-        ValueError: if the replicas do not have as many ranks each.
+        ValueError: if `replicas` does not divide `size`, the number of ranks.
     """
     if replicas < 1 or size % replicas:
         raise ValueError(f'"replicas" must divide the {size} ranks, got {replicas}')
@@ -148,7 +152,7 @@ def mesh_of(replicas: int, size: int) -> tuple[tuple[int, ...], tuple[str, ...]]
 
 
 def _replicated(model: nn.Module, bf16: bool, replicas: int | None) -> Any:
-    """DDP, which has no precision of its own, and a replica on every rank."""
+    """DDP: parameters in full on every rank; it has no mixed precision of its own."""
     if bf16 or replicas is not None:
         raise ValueError('"bf16" and "replicas" need "parallelism": "fsdp"')
     return DistributedDataParallel(model)
@@ -157,17 +161,19 @@ def _replicated(model: nn.Module, bf16: bool, replicas: int | None) -> Any:
 PARALLELISMS = {"fsdp": _fully_sharded, "ddp": _replicated}
 
 
-def _read(config: str) -> dict[str, Any]:
-    """The JSON file.
+def _read_config(config: str) -> dict[str, Any]:
+    """The settings in the JSON file.
 
     Raises:
-        ValueError: for a key or a parallelism that there is not.
+        ValueError: for an unknown key or an unknown parallelism.
     """
-    words = json.loads(Path(config).read_text())
-    unknown = [key for key in words if key not in KEYS]
-    if unknown or "wallfacer" not in words:
-        raise ValueError(f'{config} must have "wallfacer", and of {KEYS} alone, got {list(words)}')
-    kind = words.get("parallelism", "fsdp")
-    if kind not in PARALLELISMS:
-        raise ValueError(f'"parallelism" must be one of {list(PARALLELISMS)}, got {kind!r}')
-    return words
+    settings = json.loads(Path(config).read_text())
+    unknown = [key for key in settings if key not in KEYS]
+    if unknown or "wallfacer" not in settings:
+        raise ValueError(
+            f'{config} must have "wallfacer", and no key but {KEYS}, got {list(settings)}'
+        )
+    parallelism = settings.get("parallelism", "fsdp")
+    if parallelism not in PARALLELISMS:
+        raise ValueError(f'"parallelism" must be one of {list(PARALLELISMS)}, got {parallelism!r}')
+    return settings

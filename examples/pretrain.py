@@ -6,7 +6,7 @@
         --config configs/torch/fsdp_concentric.json
 
 Writes the loss curve as PNG and CSV under --out, and checkpoints there with --save-every. Under
-`torchrun --max-restarts 2` the job goes on from the last one where a rank has failed.
+`torchrun --max-restarts 2` the job resumes from the last checkpoint after a rank has failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from curve import Row, draw, read_csv, write_csv
 from engine import Batch, Engine, open_engine
 from model import build_model
 from progress import Display
-from restart import checkpoint_to_resume, fitted
+from restart import checkpoint_to_resume, config_for_ranks
 from textdata import VOCABULARY, find_files, sequences, split
 
 from wf_backends import launch
@@ -36,11 +36,11 @@ def main() -> None:
     """Train, evaluate on held-out text, write the curve."""
     args = parse_arguments()
     job = launch.init(timeout=args.timeout, log_folder=args.out)
-    share_cores(job)
+    set_num_threads(job)
     checkpoint = checkpoint_to_resume(args, job)
-    config = (
-        args.deepspeed_config if checkpoint is None else fitted(args.deepspeed_config, args.out)
-    )
+    config = args.deepspeed_config
+    if checkpoint is not None:
+        config = config_for_ranks(config, args.out)
     training, held_out = split(find_files(args.data))
     model = build_model(VOCABULARY, args.seq_len, args.seed)
     engine = open_engine(args.engine, config, model, checkpoint)
@@ -50,9 +50,9 @@ def main() -> None:
         if checkpoint is not None:
             display.say(f"goes on from {checkpoint}, restart {job.restart}")
         rows = train(engine, training, progress, args, display)
-        loss = evaluate(engine, full_batches(engine, held_out, args))
+        held_out_loss = evaluate(engine, full_batches(engine, held_out, args))
         if engine.rank == 0:
-            report(rows, loss, args, display)
+            report(rows, held_out_loss, args, display)
     engine.close()
 
 
@@ -63,16 +63,16 @@ def train(
     args: argparse.Namespace,
     display: Display,
 ) -> list[Row]:
-    """Go on from `progress` to the last step; the rows of the curve from step 1 on."""
+    """Train from `progress` to the last step; returns the rows of the curve from step 1 on."""
     table = args.out / "loss.csv"
     rows = [row for row in read_csv(table) if row.step <= progress["step"]]
     batches = full_batches(engine, files, args, skip=progress["sequences"])
     for step in range(progress["step"] + 1, args.steps + 1):
-        rows.append(train_one(engine, batches, step, args.seq_len))
+        rows.append(train_step(engine, batches, step, args.seq_len))
         display.show(rows[-1])
-        progress = {"step": step, "sequences": progress["sequences"] + per_step(engine)}
+        progress = {"step": step, "sequences": progress["sequences"] + sequences_per_step(engine)}
         if args.save_every and step % args.save_every == 0:
-            if engine.rank == 0:  # before there is a checkpoint to go on from
+            if engine.rank == 0:  # the curve first: a checkpoint never has fewer rows than steps
                 write_csv(rows, table)
             engine.save(args.out / "checkpoints", progress)
     return rows
@@ -116,8 +116,8 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def share_cores(job: Launch) -> None:
-    """Threads of this process: its part of the host's cores, or what OMP_NUM_THREADS says."""
+def set_num_threads(job: Launch) -> None:
+    """Give each rank of a host an equal share of its cores, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.local_size))
 
@@ -125,23 +125,23 @@ def share_cores(job: Launch) -> None:
 def full_batches(
     engine: Engine, files: list[Path], args: argparse.Namespace, skip: int = 0
 ) -> Iterator[Batch]:
-    """Full batches of one sequence, alike on all ranks of a sequence-parallel group."""
-    part, parts = engine.data_parallel_rank, engine.data_parallel_size
-    for sequence in sequences(files, args.seq_len, args.seed, skip, part, parts):
+    """Batches of one whole sequence, the same on all ranks of a sequence-parallel group."""
+    dp_rank, dp_size = engine.data_parallel_rank, engine.data_parallel_size
+    for sequence in sequences(files, args.seq_len, args.seed, skip, dp_rank, dp_size):
         yield sequence.batch()
 
 
-def per_step(engine: Engine) -> int:
+def sequences_per_step(engine: Engine) -> int:
     """Sequences that all ranks together use in one optimizer step."""
     return engine.accumulation * engine.data_parallel_size
 
 
-def train_one(engine: Engine, batches: Iterator[Batch], step: int, seq_len: int) -> Row:
+def train_step(engine: Engine, batches: Iterator[Batch], step: int, seq_len: int) -> Row:
     """One optimizer step as a row of the curve."""
     start = time.perf_counter()
     result = engine.step(list(islice(batches, engine.accumulation)))
     seconds = time.perf_counter() - start
-    tokens = per_step(engine) * seq_len
+    tokens = sequences_per_step(engine) * seq_len
     return Row(step, result.loss, result.grad_norm, tokens, seconds, result.bytes_sent)
 
 
@@ -151,14 +151,16 @@ def evaluate(engine: Engine, batches: Iterator[Batch]) -> float:
     return sum(losses) / len(losses)
 
 
-def report(rows: list[Row], held_out: float, args: argparse.Namespace, display: Display) -> None:
-    """Write the curve and say where."""
+def report(
+    rows: list[Row], held_out_loss: float, args: argparse.Namespace, display: Display
+) -> None:
+    """Write the curve and print its paths."""
     table, picture = args.out / "loss.csv", args.out / "loss.png"
     write_csv(rows, table)
-    draw(rows, picture, f"bytes of text, {args.seq_len} tokens a sequence", held_out)
+    draw(rows, picture, f"bytes of text, {args.seq_len} tokens a sequence", held_out_loss)
     if rows:
         display.say(f"training loss {rows[0].loss:.4f} -> {rows[-1].loss:.4f} in {len(rows)} steps")
-    display.say(f"held-out loss {held_out:.4f} nats per byte")
+    display.say(f"held-out loss {held_out_loss:.4f} nats per byte")
     display.say(f"loss curve: {picture.resolve()}\n            {table.resolve()}")
 
 

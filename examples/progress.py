@@ -1,4 +1,4 @@
-"""What rank 0 shows while it trains: a bar in a terminal, lines elsewhere (mpirun, a log file)."""
+"""The progress that rank 0 prints: a bar in a terminal, lines elsewhere (mpirun, a log file)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Display:
-    """Context manager; `show(row)` once per optimizer step. Other ranks than 0 are silent."""
+    """Context manager; call `show(row)` once per optimizer step.
+
+    Args:
+        first, last: optimizer steps done before this run, and at its end.
+        visible: False on all ranks but 0.
+    """
 
     def __init__(self, first: int, last: int, visible: bool = True) -> None:
         self._console = Console(quiet=not visible)
-        self._every = max(1, (last - first) // 10)
+        self._print_interval = max(1, (last - first) // 10)
         self._last = last
         self._bar = Progress(
             BarColumn(),
@@ -35,7 +40,7 @@ class Display:
     def show(self, row: Row) -> None:
         """Move the bar, or print a line about ten times a run."""
         self._bar.update(self._task, completed=row.step, figures=figures(row), refresh=True)
-        due = row.step % self._every == 0 or row.step in (1, self._last)
+        due = row.step % self._print_interval == 0 or row.step in (1, self._last)
         if due and not self._console.is_terminal:
             self._console.print(f"step {row.step}/{self._last}  {figures(row)}", highlight=False)
 
@@ -45,6 +50,6 @@ class Display:
 
 
 def figures(row: Row) -> str:
-    """Loss, tokens per second of all ranks, megabytes sent by rank 0 in the step."""
+    """A line with the loss, tokens per second of all ranks, and MB that rank 0 sent in the step."""
     speed = row.tokens / max(row.seconds, 1e-9)
     return f"loss {row.loss:.4f}  {speed:,.0f} tokens/s  {row.bytes_sent / 1e6:.2f} MB sent"

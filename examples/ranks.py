@@ -1,4 +1,4 @@
-"""What the engines share: batches on their device, a mean over ranks, and checkpoints."""
+"""Helpers that the engines share: move a batch, average over ranks, write checkpoints."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from wf_backends.checkpoints import saved_whole
 
 
 def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The batch with its tensors there; borders of documents stay integers of the host."""
+    """The batch with its tensors on `device`; "cu_seqlens" stays a tuple of Python ints."""
     return {key: x.to(device) if isinstance(x, Tensor) else x for key, x in batch.items()}
 
 
 def mean_over_ranks(loss: Tensor) -> float:
-    """Of a scalar of every rank of the job."""
+    """The mean of a scalar over all ranks of the job."""
     total = loss.detach().clone()
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
 
 
 @contextmanager
-def saved(folder: Path, progress: dict[str, int]) -> Iterator[Path]:
-    """Where all ranks write a checkpoint of this progress, which is there once all have written."""
-    with saved_whole(folder, f"step{progress['step']}") as part:
-        yield part
+def write_checkpoint(folder: Path, progress: dict[str, int]) -> Iterator[Path]:
+    """Yields the folder into which every rank writes; on leaving it becomes folder/step<N>.
+
+    A job that is killed meanwhile leaves no incomplete checkpoint under that name.
+    """
+    with saved_whole(folder, f"step{progress['step']}") as path:
+        yield path
         if dist.get_rank() == 0:
-            (part / "progress.json").write_text(json.dumps(progress))
+            (path / "progress.json").write_text(json.dumps(progress))
 
 
-def progress_of(checkpoint: Path) -> dict[str, int]:
-    """What `saved` was given."""
+def read_progress(checkpoint: Path) -> dict[str, int]:
+    """The `progress` that `write_checkpoint` stored."""
     return json.loads((checkpoint / "progress.json").read_text())

@@ -1,4 +1,4 @@
-"""Going on after a fault: from which checkpoint, and on how many ranks."""
+"""Resuming after a fault: from which checkpoint, and with which configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def checkpoint_to_resume(args: argparse.Namespace, job: Launch) -> Path | None:
     """The checkpoint that `--resume` asks for, or the last one after a restart by torchrun.
 
     Raises:
-        ValueError: if the one that is asked for is not there, or incomplete.
+        ValueError: if the checkpoint of `--resume` does not exist or is incomplete.
     """
     folder = Path(args.resume) if args.resume else args.out / "checkpoints"
     if args.resume is not None or args.resume_tag is not None:
@@ -26,35 +26,37 @@ def checkpoint_to_resume(args: argparse.Namespace, job: Launch) -> Path | None:
     return find_checkpoint(folder) if job.restart and complete(folder) else None
 
 
-def fitted(config: str, out: Path) -> str:
-    """A configuration for as many ranks as there are: the given one, or what it becomes on fewer.
+def config_for_ranks(config: str, out: Path) -> str:
+    """Path of a configuration that fits the number of ranks; `config` itself if it fits.
 
-    Takes the largest sequence_parallel_size, up to the given one, that divides the ranks, and the
-    given route where it takes this size, else a ring. Rank 0 writes it and says so.
+    Otherwise sequence_parallel_size becomes the largest smaller number that divides the ranks; a
+    route that this size does not allow becomes a ring. Rank 0 writes the new file into `out`.
     """
-    words, world = json.loads(Path(config).read_text()), dist.get_world_size()
-    block = words["wallfacer"] if "wallfacer" in words else words
+    settings = json.loads(Path(config).read_text())
+    world_size = dist.get_world_size()
+    block = settings["wallfacer"] if "wallfacer" in settings else settings
     size = block.get("sequence_parallel_size", 1)
-    if world % size == 0:
+    if world_size % size == 0:
         return config
-    size = next(n for n in range(min(size, world), 0, -1) if world % n == 0)
-    block |= _of_size(block, size)
-    path = out / f"config_of_{world}_ranks.json"
+    size = max(n for n in range(1, min(size, world_size) + 1) if world_size % n == 0)
+    block |= _changes_for_size(block, size)
+    path = out / f"config_of_{world_size}_ranks.json"
     if dist.get_rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(words, indent=2))
+        write_whole(path, json.dumps(settings, indent=2))
         route = block.get("route", "auto")
-        print(f"{world} ranks: sequence_parallel_size {size}, route {route} ({path})", flush=True)
+        message = f"{world_size} ranks: sequence_parallel_size {size}, route {route} ({path})"
+        print(message, flush=True)
     dist.barrier()
     return str(path)
 
 
-def _of_size(block: dict[str, Any], size: int) -> dict[str, Any]:
-    """What changes in a block for this size."""
-    known = SequenceParallelConfig.__dataclass_fields__
-    words = {key: value for key, value in block.items() if key in known}
+def _changes_for_size(block: dict[str, Any], size: int) -> dict[str, Any]:
+    """The keys of a "wallfacer" block that change for this sequence_parallel_size."""
+    fields = SequenceParallelConfig.__dataclass_fields__
+    options = {key: value for key, value in block.items() if key in fields}
     try:
-        SequenceParallelConfig.from_dict(words | {"sequence_parallel_size": size})
+        SequenceParallelConfig.from_dict(options | {"sequence_parallel_size": size})
     except ValueError:
         return {"sequence_parallel_size": size, "route": "ring", "ulysses_degree": 1}
     return {"sequence_parallel_size": size}

@@ -1,8 +1,8 @@
 """Real text as packed sequences of bytes, streamed file by file.
 
-A document is one file: a begin token, then its bytes. Documents are laid end to end into sequences
-of exactly `seq_len` tokens; one that does not fit goes on in the next sequence as a document of its
-own, so attention and positions never cross a border.
+A document is one file: a begin token, then its bytes. Documents are packed end to end into
+sequences of exactly `seq_len` tokens. Where a document does not fit, its rest starts the next
+sequence as a new document, so attention and positions never cross a border.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 BEGIN = 256  # starts a document; 0-255 are the bytes themselves
 VOCABULARY = 264  # 257 tokens, rounded up to a multiple of 8
 HELD_OUT_EVERY = 20  # every 20th file is never trained on
-SHUFFLED = 2**18  # tokens whose sequences are shuffled together, so that steps are alike
+SHUFFLE_TOKENS = 2**18  # size of the window in which sequences are shuffled
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +34,28 @@ class PackedSequence:
     borders: tuple[int, ...]
 
     def batch(self) -> dict[str, Tensor | tuple[int, ...]]:
-        """As `shard_batch` takes it: "input_ids", "labels" (1, S) int64, and "cu_seqlens"."""
+        """The arguments of `shard_batch`: "input_ids", "labels" (1, S) int64, and "cu_seqlens"."""
         ids = torch.tensor([list(self.tokens)])
         return {"input_ids": ids, "labels": ids.clone(), "cu_seqlens": self.borders}
 
 
 def find_files(patterns: Sequence[str] = ()) -> list[Path]:
-    """Files that match the patterns, sorted; without any, the Python standard library's sources.
+    """Files that match the patterns, sorted; the sources of Python's library without patterns.
 
     Raises:
         ValueError: if a pattern matches no file.
     """
     if not patterns:
         library = Path(sysconfig.get_paths()["stdlib"])
-        found = (p.relative_to(library) for p in library.rglob("*.py"))
-        return sorted(library / p for p in found if "site-packages" not in p.parts)
+        sources = (path.relative_to(library) for path in library.rglob("*.py"))
+        return sorted(library / path for path in sources if "site-packages" not in path.parts)
     files: set[Path] = set()
     for pattern in patterns:
-        matched = {Path(name) for name in glob.glob(pattern, recursive=True)}
-        if not (hits := {path for path in matched if path.is_file()}):
+        paths = (Path(name) for name in glob.glob(pattern, recursive=True))
+        matched = {path for path in paths if path.is_file()}
+        if not matched:
             raise ValueError(f"--data {pattern!r} matches no file")
-        files |= hits
+        files |= matched
     return sorted(files)
 
 
@@ -66,67 +67,74 @@ def split(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def read_forever(files: Sequence[Path], seed: int) -> Iterator[list[int]]:
-    """Documents as token lists, in a new order each epoch; empty files are left out.
+    """Documents as token lists, epoch after epoch in a new order; skips empty files.
 
     Raises:
         ValueError: if all files are empty.
     """
     for epoch in count():
-        order = _shuffled(files, seed, epoch)
-        empty = True
-        for path in order:
-            if content := path.read_bytes():
-                empty = False
+        has_text = False
+        for path in _shuffled(files, seed, epoch):
+            content = path.read_bytes()
+            if content:
+                has_text = True
                 yield [BEGIN, *content]
-        if empty:
-            raise ValueError(f"the {len(order)} data files hold no byte of text")
+        if not has_text:
+            raise ValueError(f"the {len(files)} data files hold no byte of text")
 
 
 def pack(documents: Iterator[list[int]], seq_len: int) -> Iterator[PackedSequence]:
-    """Lay documents end to end into sequences of seq_len tokens; reads no further than it must.
+    """Pack documents end to end into sequences of seq_len tokens.
 
-    A last, incomplete sequence is dropped.
+    Yields a sequence as soon as it is full, before it reads the next document. Drops a last,
+    incomplete sequence.
     """
     tokens: list[int] = []
     borders = [0]
     for document in documents:
         while document:
-            room = seq_len - len(tokens)
-            tokens += document[:room]
-            document = document[room:]
+            free = seq_len - len(tokens)
+            tokens += document[:free]
+            document = document[free:]
             borders.append(len(tokens))
             if len(tokens) == seq_len:
                 yield PackedSequence(tokens, tuple(borders))
                 tokens, borders = [], [0]
 
 
-def mix(packed: Iterator[PackedSequence], among: int, seed: int) -> Iterator[PackedSequence]:
-    """The same sequences, every `among` of them in a new order.
+def shuffle(packed: Iterator[PackedSequence], window: int, seed: int) -> Iterator[PackedSequence]:
+    """Shuffle the sequences within windows of `window` sequences.
 
-    A long file fills many sequences: one after the other they would be many steps on nothing else.
+    A long file fills many sequences; in order, it would be the only text of many steps.
     """
-    for number in count():
-        if not (drawn := list(islice(packed, among))):
+    for index in count():
+        sequences_of_window = list(islice(packed, window))
+        if not sequences_of_window:
             return
-        yield from _shuffled(drawn, seed, number)
+        yield from _shuffled(sequences_of_window, seed, index)
 
 
-def _shuffled(items: Sequence[T], seed: int, number: int) -> list[T]:
-    """A new list in an order that follows from the two numbers."""
+def _shuffled(items: Sequence[T], seed: int, epoch: int) -> list[T]:
+    """A shuffled copy; the order follows from seed and epoch, and is the same on all ranks."""
     order = list(items)
-    random.Random(seed * 1_000_003 + number).shuffle(order)
+    random.Random(seed * 1_000_003 + epoch).shuffle(order)
     return order
 
 
 def sequences(
-    files: Sequence[Path], seq_len: int, seed: int, skip: int = 0, part: int = 0, parts: int = 1
+    files: Sequence[Path],
+    seq_len: int,
+    seed: int,
+    skip: int = 0,
+    dp_rank: int = 0,
+    dp_size: int = 1,
 ) -> Iterator[PackedSequence]:
-    """Sequences skip + part, skip + part + parts, ... of an endless stream.
+    """The sequences of one data-parallel rank: skip + dp_rank, skip + dp_rank + dp_size, ...
 
     Args:
-        skip: sequences that were trained on before (all parts together).
-        part, parts: this data-parallel rank and how many there are.
+        skip: sequences that all ranks together have trained on before.
+        dp_rank, dp_size: this data-parallel rank, and how many there are.
     """
     packed = pack(read_forever(files, seed), seq_len)
-    mixed = mix(packed, max(1, SHUFFLED // seq_len), seed)
-    return islice(mixed, skip + part, None, parts)
+    shuffled = shuffle(packed, max(1, SHUFFLE_TOKENS // seq_len), seed)
+    return islice(shuffled, skip + dp_rank, None, dp_size)

@@ -1,4 +1,4 @@
-"""The Trainer of transformers on real text, its sequences spread over the ranks by one line.
+"""The Trainer of transformers on real text; one line shards its sequences over the ranks.
 
 torchrun --nproc-per-node 4 examples/trainer.py
 mpirun -n 4 python examples/trainer.py
@@ -22,11 +22,11 @@ from transformers import Trainer, TrainingArguments
 import wf_accelerate
 from wf_backends import launch
 
-HELD_OUT = 4  # sequences
+HELD_OUT_SEQUENCES = 4
 
 
 class Text(IterableDataset[PackedSequence]):
-    """Packed documents, without an end or of so many sequences."""
+    """A stream of packed sequences: the first `count`, or endless if it is None."""
 
     def __init__(self, files: Sequence[Path], seq_len: int, count: int | None = None) -> None:
         self.files, self.seq_len, self.count = files, seq_len, count
@@ -36,7 +36,7 @@ class Text(IterableDataset[PackedSequence]):
 
 
 def collate(batch: Sequence[PackedSequence]) -> dict[str, Any]:
-    """A batch of one: samples of a batch would have to share their documents."""
+    """A batch of one sequence: all sequences of a batch would need the same document borders."""
     (sequence,) = batch
     return dict(sequence.batch())
 
@@ -54,30 +54,30 @@ def main() -> None:
     arguments = TrainingArguments(
         args.out,
         max_steps=args.steps,
-        per_device_train_batch_size=1,  # of the ranks of a sequence together
+        per_device_train_batch_size=1,  # per sequence-parallel group, not per rank
         per_device_eval_batch_size=1,
         learning_rate=1e-3,
         logging_steps=1,
-        remove_unused_columns=False,  # documents are none of the model's own arguments
-        accelerator_config={"dispatch_batches": False},  # every rank reads; cu_seqlens are integers
+        remove_unused_columns=False,  # keeps cu_seqlens, which is no argument of the model
+        accelerator_config={"dispatch_batches": False},  # dispatching takes tensors only
         ddp_find_unused_parameters=False,
         save_strategy="no",
         report_to=[],
-        use_cpu=not torch.cuda.is_available(),  # else accelerate looks for GPUs
+        use_cpu=not torch.cuda.is_available(),
     )
     trainer = Trainer(
         build_model(VOCABULARY, args.seq_len, seed=0),
         arguments,
         data_collator=collate,
         train_dataset=Text(training, args.seq_len),
-        eval_dataset=Text(held_out, args.seq_len, HELD_OUT),
+        eval_dataset=Text(held_out, args.seq_len, HELD_OUT_SEQUENCES),
     )
-    words = {"sequence_parallel_size": args.sequence_parallel_size}
-    wf_accelerate.connect_trainer(trainer, words)
+    config = {"sequence_parallel_size": args.sequence_parallel_size}
+    wf_accelerate.connect_trainer(trainer, config)
     trainer.train()
-    found = trainer.evaluate()
+    metrics = trainer.evaluate()
     if trainer.is_world_process_zero():
-        print(f"held-out loss {found['eval_loss']:.4f} nats per byte")
+        print(f"held-out loss {metrics['eval_loss']:.4f} nats per byte")
 
 
 if __name__ == "__main__":

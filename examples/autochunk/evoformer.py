@@ -1,9 +1,9 @@
 """One Evoformer block of AlphaFold 2 (Jumper et al. 2021, supplement 1.6, algorithms 6 to 15).
 
-It is what a protein model spends its memory on: the pair representation is quadratic in the number
-of residues, and the scores of its triangle attention are cubic.
+The block takes most of the memory of a protein model: its pair representation is quadratic in the
+number of residues, and the scores of its triangle attention are cubic.
 
-In shapes: B proteins, S sequences of the alignment (MSA), N residues, C channels.
+Shapes: B proteins, S sequences of the alignment (MSA), N residues, C channels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 class GatedAttention(nn.Module):
     """Attention along the second to last dimension, with a gate and an optional bias.
 
-    `fused` calls torch's scaled_dot_product_attention; otherwise scores are a tensor of their own.
+    Args:
+        fused: call torch's scaled_dot_product_attention; otherwise scores are materialized.
     """
 
     def __init__(self, channels: int, heads: int, width: int, fused: bool) -> None:
@@ -27,7 +28,7 @@ class GatedAttention(nn.Module):
         self.out = nn.Linear(heads * width, channels)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x: (B, rows, N, C); bias: (B, 1, heads, N, N), the same for all rows."""
+        """x: (B, rows, N, C), out: the same; bias: (B, 1, heads, N, N), the same for all rows."""
         q, k, v = (self._split(project(x)) for project in (self.q, self.k, self.v))
         if self.fused:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
@@ -45,10 +46,10 @@ class GatedAttention(nn.Module):
 
 
 class RowAttention(nn.Module):
-    """Attention within each row of x, with a bias from the pairs.
+    """Attention within each row of x, with a bias from the pair representation.
 
-    Of the MSA's rows it is algorithm 7, of the pairs' rows algorithm 13 (triangle attention around
-    the starting node).
+    With x = the MSA it is algorithm 7; with x = the pairs it is algorithm 13 (triangle attention
+    around the starting node).
     """
 
     def __init__(self, channels: int, pair: int, heads: int, width: int, fused: bool) -> None:
@@ -58,13 +59,13 @@ class RowAttention(nn.Module):
         self.attention = GatedAttention(channels, heads, width, fused)
 
     def forward(self, x: Tensor, pair: Tensor) -> Tensor:
-        """x: (B, rows, N, C); pair: (B, N, N, C)."""
+        """x: (B, rows, N, C), out: the same; pair: (B, N, N, C of the pairs)."""
         bias = self.bias(self.pair_norm(pair)).permute(0, 3, 1, 2).unsqueeze(1)
         return self.attention(self.norm(x), bias)
 
 
 class ColumnAttention(nn.Module):
-    """Attention of each residue between the sequences of the MSA (algorithm 8)."""
+    """Attention over the sequences of the MSA, for each residue (algorithm 8)."""
 
     def __init__(self, channels: int, heads: int, width: int, fused: bool) -> None:
         super().__init__()
@@ -72,6 +73,7 @@ class ColumnAttention(nn.Module):
         self.attention = GatedAttention(channels, heads, width, fused)
 
     def forward(self, msa: Tensor) -> Tensor:
+        """msa: (B, S, N, C), out: the same."""
         return self.attention(self.norm(msa.transpose(1, 2))).transpose(1, 2)
 
 
@@ -88,7 +90,7 @@ class Transition(nn.Module):
 
 
 class OuterProductMean(nn.Module):
-    """From the MSA to the pairs: a mean of outer products over the sequences (algorithm 10)."""
+    """Mean over the MSA's sequences of the outer products of residues (algorithm 10)."""
 
     def __init__(self, msa: int, pair: int, hidden: int) -> None:
         super().__init__()
@@ -104,7 +106,7 @@ class OuterProductMean(nn.Module):
 
 
 class TriangleUpdate(nn.Module):
-    """Each edge ij from the two others of all triangles ijk (algorithms 11 and 12).
+    """Update each edge ij from the other two edges of all triangles ijk (algorithms 11 and 12).
 
     out_ij = sum_k a_ik b_jk ("outgoing" edges), or sum_k a_ki b_kj.
     """
@@ -117,6 +119,7 @@ class TriangleUpdate(nn.Module):
         self.out, self.gate = nn.Linear(hidden, channels), nn.Linear(channels, channels)
 
     def forward(self, pair: Tensor) -> Tensor:
+        """pair: (B, N, N, C), out: the same."""
         x = self.norm(pair)
         a = torch.sigmoid(self.a_gate(x)) * self.a(x)
         b = torch.sigmoid(self.b_gate(x)) * self.b(x)
@@ -148,7 +151,7 @@ class EvoformerBlock(nn.Module):
         self.pair_transition = Transition(pair)
 
     def forward(self, msa: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, S, N, C) and (B, N, N, C), and the same out."""
+        """msa: (B, S, N, C); pair: (B, N, N, C of the pairs); out: the same two."""
         msa = msa + self.msa_rows(msa, pair)
         msa = msa + self.msa_columns(msa)
         msa = msa + self.msa_transition(msa)
@@ -156,6 +159,6 @@ class EvoformerBlock(nn.Module):
         pair = pair + self.outgoing(pair)
         pair = pair + self.incoming(pair)
         pair = pair + self.starting(pair, pair)
-        turned = pair.transpose(1, 2)  # triangle attention around the ending node: columns as rows
-        pair = pair + self.ending(turned, turned).transpose(1, 2)
+        columns = pair.transpose(1, 2)  # triangle attention around the ending node (algorithm 14)
+        pair = pair + self.ending(columns, columns).transpose(1, 2)
         return msa, pair + self.pair_transition(pair)

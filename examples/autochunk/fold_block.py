@@ -3,7 +3,8 @@
     python examples/autochunk/fold_block.py
     python examples/autochunk/fold_block.py --residues 96 --max-memory 40MiB
 
-The model is not changed by hand: what runs slice by slice, and in how many slices, is found.
+`autochunk` finds which operators to run slice by slice, and in how many slices; the model itself
+is not edited.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def main() -> None:
     print(f"planned in {time.perf_counter() - start:.1f} s")
     print(chunked.explain())
     with torch.no_grad():
-        results = zip(chunked(msa, pair), model(msa, pair), strict=True)
-    print(f"largest difference: {max(float((a - b).abs().max()) for a, b in results):.1g}")
+        outputs = zip(chunked(msa, pair), model(msa, pair), strict=True)
+    print(f"largest difference: {max(float((a - b).abs().max()) for a, b in outputs):.1g}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The longest prompt that a GPT-2 takes within a budget, and that prompt's prefill, on one CPU.
+"""Find the longest prompt of a GPT-2 that fits a memory budget, and prefill it, on one CPU.
 
     python examples/autochunk/long_prefill.py
     python examples/autochunk/long_prefill.py --max-memory 64MiB
 
-Lengths are tried on fake tensors: nothing is computed until the longest one is found.
+The search plans each length on fake tensors; only the longest prompt is computed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from transformers.models.gpt2 import GPT2Config, GPT2Model
 
 from wf_backends.autochunk import BudgetError, autochunk, longest, memory_profiles
 
-STEP = 256  # tokens
+LENGTH_STEP = 256  # tokens; prompts are multiples of it
 
 
 def gpt2(tokens: int) -> tuple[GPT2Model, torch.Tensor]:
+    """A small model for prompts of `tokens` tokens, and such a prompt (1, tokens)."""
     config = GPT2Config(
         n_embd=96,
         n_layer=2,
@@ -48,11 +49,11 @@ def main() -> None:
             return False
         return True
 
-    reach = longest(fits, STEP)
-    print(f"longest prompt within {args.max_memory}: {reach} tokens")
-    if not reach:
+    longest_prompt = longest(fits, LENGTH_STEP)
+    print(f"longest prompt within {args.max_memory}: {longest_prompt} tokens")
+    if longest_prompt == 0:
         return
-    model, ids = gpt2(reach)
+    model, ids = gpt2(longest_prompt)
     inputs = {"input_ids": ids, "use_cache": False}
     chunked = autochunk(model, (), inputs, args.max_memory, args.max_slowdown)
     print(chunked.explain())

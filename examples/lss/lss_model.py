@@ -1,7 +1,7 @@
-"""A byte-level language model with learned positions, its tokens spread over ranks.
+"""A byte-level language model with learned positions; its tokens are sharded over ranks.
 
-Everything but attention works on a rank's own tokens. Dropout stands outside attention, and falls
-on the same elements whatever the number of ranks.
+Every layer but attention works on the rank's own tokens only. There is dropout outside attention;
+it drops the same elements for any number of ranks.
 
 Shapes: b batch, s tokens of this rank, d width.
 """
@@ -32,18 +32,25 @@ class LanguageModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """The dropout of one step: a new seed at every place where it is asked."""
+    """Dropout of one training step.
+
+    Args:
+        p: probability.
+        positions: (b, s), of this rank's tokens in the whole sequence.
+        seed: of the step.
+    """
 
     p: float
     positions: Tensor
     seed: int
 
-    def __call__(self, x: Tensor, place: int) -> Tensor:
-        return position_dropout(x, self.positions, self.p, 1000 * self.seed + place)
+    def __call__(self, x: Tensor, index: int) -> Tensor:
+        """Drop elements of x (b, s, d); `index` tells the dropouts of one forward apart."""
+        return position_dropout(x, self.positions, self.p, 1000 * self.seed + index)
 
 
 class Layer(nn.Module):
-    """Causal attention and an MLP, both residual."""
+    """Causal attention and an MLP, each with a residual connection."""
 
     def __init__(self, config: LanguageModelConfig, sp: SequenceParallel, index: int) -> None:
         super().__init__()
@@ -53,32 +60,35 @@ class Layer(nn.Module):
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
-    def forward(self, x: Tensor, drop: Dropout) -> Tensor:
+    def forward(self, x: Tensor, dropout: Dropout) -> Tensor:
+        """x (b, s, d) -> (b, s, d)."""
         q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
         attended = self.sp.attention(q, k, v, causal=True).flatten(2)
-        x = x + drop(self.out(attended), 2 * self.index + 1)
-        return x + drop(self.mlp(self.norms[1](x)), 2 * self.index + 2)
+        x = x + dropout(self.out(attended), 2 * self.index + 1)
+        return x + dropout(self.mlp(self.norms[1](x)), 2 * self.index + 2)
 
 
 class LanguageModel(nn.Module):
-    """Logits of the next byte."""
+    """A GPT whose output layer shares the weight of the byte embedding."""
 
     def __init__(self, config: LanguageModelConfig, sp: SequenceParallel) -> None:
         super().__init__()
         self.config = config
-        self.bytes = nn.Embedding(VOCABULARY, config.dim)
-        self.places = nn.Embedding(config.seq_len, config.dim)
+        self.byte_embedding = nn.Embedding(VOCABULARY, config.dim)
+        self.position_embedding = nn.Embedding(config.seq_len, config.dim)
         self.layers = nn.ModuleList(Layer(config, sp, index) for index in range(config.layers))
         self.norm = nn.LayerNorm(config.dim)
 
     def forward(self, ids: Tensor, positions: Tensor, seed: int) -> Tensor:
         """ids, positions (b, s), as shard_batch gives them -> logits (b, s, 256).
 
-        Positions beyond the last one, which only padding has, count as the last.
+        Padding tokens have positions from seq_len on; they get the embedding of the last position.
         """
-        drop = Dropout(self.config.dropout if self.training else 0.0, positions, seed)
-        x = self.bytes(ids) + self.places(positions.clamp(max=self.config.seq_len - 1))
-        x = drop(x, 0)
+        p = self.config.dropout if self.training else 0.0
+        dropout = Dropout(p, positions, seed)
+        positions = positions.clamp(max=self.config.seq_len - 1)
+        x = self.byte_embedding(ids) + self.position_embedding(positions)
+        x = dropout(x, 0)
         for layer in self.layers:
-            x = layer(x, drop)
-        return F.linear(self.norm(x), self.bytes.weight)
+            x = layer(x, dropout)
+        return F.linear(self.norm(x), self.byte_embedding.weight)

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/lss/train_lss.py --config configs/lss/lss.json
     mpirun -n 4 python examples/lss/train_lss.py --config configs/lss/lss.json --data enwik8
 
-The config's "sequence_parallel_size" null means all ranks; a divisor of them leaves the rest to
-data parallelism. Without --data the text is Python's own manual.
+If "sequence_parallel_size" is null in the config, all ranks share one sequence; if it is a divisor
+of the number of ranks, the groups are data parallel. The default --data is Python's own manual.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from wf_backends.parallel import DoubleAverage
 def main() -> None:
     """Join the ranks and train."""
     args = parse()
-    words, text = json.loads(args.config.read_text()), args.data.read_bytes()
+    config = json.loads(args.config.read_text())
+    text = args.data.read_bytes()
     job = launch.init(timeout=args.timeout)
     try:
-        train(make_comm(), words, text, args.steps)
+        train(make_comm(), config, text, args.steps)
     finally:
         job.close()
 
@@ -48,57 +49,60 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train(comm: Communicator, words: Mapping[str, Any], text: bytes, steps: int) -> list[float]:
-    """Losses of `steps` optimizer steps in nats per byte, the same on every rank of a sequence.
+def train(comm: Communicator, config: Mapping[str, Any], text: bytes, steps: int) -> list[float]:
+    """Train; returns the loss of each step in nats per byte, the same on all ranks of a group.
 
     Args:
-        words: "model", "wallfacer" and "training" of a config file.
+        config: "model", "wallfacer" and "training" of a config file.
 
     Raises:
         ValueError: if the text is shorter than a sequence.
     """
-    block = dict(words["wallfacer"])
-    block["sequence_parallel_size"] = block.get("sequence_parallel_size") or comm.size
+    block = dict(config["wallfacer"])
+    if block.get("sequence_parallel_size") is None:
+        block["sequence_parallel_size"] = comm.size
     sp = SequenceParallel(SequenceParallelConfig.from_dict(block), comm)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = initialise(LanguageModel(LanguageModelConfig(**words["model"]), sp)).to(device)
-    average = DoubleAverage(sp, comm)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=words["training"]["lr"])
-    replicas, replica = comm.size // sp.size, comm.rank // sp.size
+    model = initialise(LanguageModel(LanguageModelConfig(**config["model"]), sp)).to(device)
+    average_gradients = DoubleAverage(sp, comm)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config["training"]["lr"])
+    dp_size, dp_rank = comm.size // sp.size, comm.rank // sp.size
     losses: list[float] = []
     for step in range(steps):
-        start, sample = time.perf_counter(), step * replicas + replica
-        whole = draw(text, model.config.seq_len, words["training"]["batch"], sample)
-        batch = sp.shard_batch({"input_ids": whole.to(device), "labels": whole.to(device)})
+        start = time.perf_counter()
+        sample = step * dp_size + dp_rank
+        tokens = draw(text, model.config.seq_len, config["training"]["batch"], sample)
+        batch = sp.shard_batch({"input_ids": tokens.to(device), "labels": tokens.to(device)})
         logits = model(batch["input_ids"], batch["position_ids"], seed=sample)
         loss = sp.loss(logits, batch["labels"])
         optimizer.zero_grad()
         loss.backward()
-        average(model.parameters())
+        average_gradients(model.parameters())
         optimizer.step()
         losses.append(sp.sum_over_ranks(loss).item())
         if comm.rank == 0 and (step + 1) % max(1, steps // 10) == 0:
-            seconds, sent = time.perf_counter() - start, sum(sp.report().values())
+            seconds = time.perf_counter() - start
+            sent = sum(sp.report().values())
             print(f"step {step + 1}/{steps}  loss {losses[-1]:.4f}  {seconds:.2f} s  ", end="")
             print(f"{sent / 1e6:.2f} MB sent since the last line", flush=True)
     return losses
 
 
 def draw(text: bytes, seq_len: int, batch: int, sample: int) -> Tensor:
-    """(batch, seq_len) int64: passages of the text, the same on every rank for the same sample."""
+    """(batch, seq_len) int64: random passages of the text; `sample` is the seed."""
     if len(text) < seq_len:
         raise ValueError(f"--data must hold at least {seq_len} bytes, got {len(text)}")
-    random = torch.Generator().manual_seed(sample)
-    starts = torch.randint(0, len(text) - seq_len + 1, (batch,), generator=random).tolist()
+    generator = torch.Generator().manual_seed(sample)
+    starts = torch.randint(0, len(text) - seq_len + 1, (batch,), generator=generator).tolist()
     return torch.tensor([list(text[start : start + seq_len]) for start in starts])
 
 
 def initialise(model: LanguageModel, seed: int = 0) -> LanguageModel:
-    """Weights from a generator of their own: the same on every rank."""
-    random = torch.Generator().manual_seed(seed)
+    """Draw the weights from `seed`, so that they are the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02, generator=random)
+            nn.init.normal_(module.weight, std=0.02, generator=generator)
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.bias)
     return model

@@ -1,11 +1,11 @@
-r"""Train the video transformer on moving pictures, by DSP, Ulysses, rings or a mix of them.
+r"""Train the video transformer on short clips, by DSP, Ulysses, rings or a mix of them.
 
     python examples/video_dit/train_video.py --config configs/video_dit/dsp.json  # one rank
     torchrun --nproc-per-node 4 examples/video_dit/train_video.py \
         --config configs/video_dit/ulysses.json
     mpirun -n 4 python examples/video_dit/train_video.py --config configs/video_dit/mix.json
 
-Every way gives the loss of one rank. `--video-dir` takes frames of your own.
+All of them give the same loss as one rank. `--video-dir` takes your own frames.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from wf_backends.comm import Communicator, make_comm
 
 
 def main() -> None:
-    """Join the ranks, train, print loss and traffic."""
+    """Join the ranks, train, print the loss and the bytes sent."""
     args = parse()
-    words = json.loads(args.config.read_text())
+    config = json.loads(args.config.read_text())
     job = launch.init(timeout=args.timeout)
     try:
-        train(make_comm(), words, args.steps, args.video_dir)
+        train(make_comm(), config, args.steps, args.video_dir)
     finally:
         job.close()
 
@@ -49,83 +49,87 @@ def parse() -> argparse.Namespace:
 
 def train(
     comm: Communicator,
-    words: Mapping[str, Any],
+    config: Mapping[str, Any],
     steps: int,
     folder: Path | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> list[float]:
-    """Losses of `steps` optimizer steps, the same on every rank.
+    """Train; returns the loss of each step, the same on all ranks.
 
     Args:
-        words: "model", "parallel" and "training" of a config file.
+        config: "model", "parallel" and "training" of a config file.
     """
-    config = VideoDiTConfig(**{k: _tuple(v) for k, v in words["model"].items()})
-    training = words["training"]
+    model_config = VideoDiTConfig(**{k: _as_tuple(v) for k, v in config["model"].items()})
+    training = config["training"]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = initialise(VideoDiT(config).to(dtype), training["seed"]).to(device)
-    spread = ParallelVideo(model, words["parallel"], comm)
+    model = initialise(VideoDiT(model_config).to(dtype), training["seed"]).to(device)
+    parallel = ParallelVideo(model, config["parallel"], comm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=training["lr"])
-    clips = read_folder(folder, *_size(config)) if folder else None
+    clips = read_folder(folder, *_size(model_config)) if folder else None
     losses: list[float] = []
     for step in range(steps):
         start = time.perf_counter()
-        chosen = choose(config, clips, step, training)
-        loss = flow_loss(model, chosen, step, dtype)
+        batch = make_batch(model_config, clips, step, training)
+        loss = flow_loss(model, batch, step, dtype)
         optimizer.zero_grad()
         loss.backward()
-        spread.average_gradients()
+        parallel.average_gradients()
         optimizer.step()
         losses.append(loss.item())
         if comm.rank == 0 and (step + 1) % max(1, steps // 10) == 0:
-            sent, seconds = sum(spread.sp.report().values()), time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            sent = sum(parallel.sp.report().values())
             print(f"step {step + 1}/{steps}  loss {losses[-1]:.4f}  {seconds:.2f} s  ", end="")
             print(f"{sent / 1e6:.2f} MB sent since the last line", flush=True)
     return losses
 
 
 def initialise(model: VideoDiT, seed: int) -> VideoDiT:
-    """Weights from a generator of their own, the same on every rank; adaLN's zeros stay."""
-    random = torch.Generator().manual_seed(seed)
+    """Draw the weights from `seed`, the same on all ranks; layers of zeros (adaLN) stay."""
+    generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight.any():
-            nn.init.xavier_uniform_(module.weight, generator=random)
+            nn.init.xavier_uniform_(module.weight, generator=generator)
             nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02, generator=random)
+            nn.init.normal_(module.weight, std=0.02, generator=generator)
     return model
 
 
-def choose(
+def make_batch(
     config: VideoDiTConfig, clips: list[Clip] | None, step: int, training: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """The batch of a step, the same on every rank."""
-    at = range(step * training["batch"], (step + 1) * training["batch"])
+    """The batch of a step, the same on all ranks: video (B, T, H, W, C) and text (B, L)."""
+    indices = range(step * training["batch"], (step + 1) * training["batch"])
     if clips is None:
-        chosen = [simulate(training["seed"] + index, *_size(config)) for index in at]
+        batch = [simulate(training["seed"] + index, *_size(config)) for index in indices]
     else:
-        chosen = [clips[index % len(clips)] for index in at]
-    return to_batch(chosen, config.text_length)
+        batch = [clips[index % len(clips)] for index in indices]
+    return to_batch(batch, config.text_length)
 
 
 def flow_loss(
     model: VideoDiT, batch: tuple[Tensor, Tensor], step: int, dtype: torch.dtype
 ) -> Tensor:
-    """Flow matching: the model shall predict noise - video on the line between them."""
+    """Flow matching: mean squared error of the predicted velocity noise - video.
+
+    The model sees (1 - t) video + t noise, with t uniform in [0, 1].
+    """
     device = next(model.parameters()).device
     video, text = batch[0].to(device, dtype), batch[1].to(device)
-    random = torch.Generator().manual_seed(step)  # of the host: the same on every rank
-    noise = torch.randn(video.shape, generator=random).to(video)
-    times = torch.rand(len(video), generator=random).to(video)
-    along = times.view(-1, 1, 1, 1, 1)
-    found = model((1 - along) * video + along * noise, times, text)
-    return (found - (noise - video)).square().mean()
+    generator = torch.Generator().manual_seed(step)  # on the CPU: the same on all ranks
+    noise = torch.randn(video.shape, generator=generator).to(video)
+    times = torch.rand(len(video), generator=generator).to(video)
+    t = times.view(-1, 1, 1, 1, 1)
+    velocity = model((1 - t) * video + t * noise, times, text)
+    return (velocity - (noise - video)).square().mean()
 
 
 def _size(config: VideoDiTConfig) -> tuple[int, int, int]:
     return config.frames, config.height, config.width
 
 
-def _tuple(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -72,12 +72,12 @@ def _read_colossalai(words: dict[str, Any], folder: Path) -> None:
 def _read_torch(words: dict[str, Any], folder: Path) -> None:
     sys.path.insert(0, str(ROOT / "examples"))
     try:
-        from engine_torch import _read
+        from engine_torch import _read_config
     finally:
         sys.path.pop(0)
     path = folder / "config.json"
     path.write_text(json.dumps(words))
-    SequenceParallelConfig.from_dict(_read(str(path))["wallfacer"])
+    SequenceParallelConfig.from_dict(_read_config(str(path))["wallfacer"])
 
 
 def _read_deepspeed(words: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ def gradients(comm, words):
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=random, dtype=p.dtype) * 0.2)
     spread = ParallelVideo(model, words["parallel"], comm)
-    batch = train_video.choose(config, None, 0, words["training"])
+    batch = train_video.make_batch(config, None, 0, words["training"])
     loss = train_video.flow_loss(model, batch, 0, torch.float64)
     loss.backward()
     spread.average_gradients()

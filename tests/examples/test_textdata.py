@@ -42,7 +42,7 @@ def test_packing_reads_no_further_than_it_must() -> None:
 
 def test_mixing_keeps_every_sequence_and_parts_those_of_a_long_file() -> None:
     packed = list(textdata.pack(iter([list(range(400)), *([i] * 4 for i in range(400, 500))]), 4))
-    mixed = list(textdata.mix(iter(packed), 150, seed=0))
+    mixed = list(textdata.shuffle(iter(packed), 150, seed=0))
     assert mixed != packed
     assert sorted(s.tokens for s in mixed[:150]) == sorted(s.tokens for s in packed[:150])
     assert sorted(s.tokens for s in mixed[150:]) == sorted(s.tokens for s in packed[150:])

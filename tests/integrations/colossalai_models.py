@@ -89,7 +89,7 @@ class VideoFlow(nn.Module):
             nn.init.normal_(p, std=0.1)  # also where adaLN-zero has zeros
 
     def forward(self, video: Tensor, times: Tensor, text: Tensor, target: Tensor) -> Any:
-        dtype = self.dit.patches.weight.dtype
+        dtype = self.dit.patch_linear.weight.dtype
         found = self.dit(video.to(dtype), times.to(dtype), text)
         loss = (found.float() - target).square().mean()
         return tf.utils.ModelOutput(loss=loss)

@@ -50,7 +50,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         total = torch.zeros(())
         for micro in range(case["accumulation"]):
             sample = (step * case["accumulation"] + micro) * parts + part
-            batch = train_video.choose(config, None, sample, words["training"])
+            batch = train_video.make_batch(config, None, sample, words["training"])
             loss = train_video.flow_loss(engine, batch, sample, torch.float32)
             engine.backward(loss)
             engine.step()

@@ -166,12 +166,12 @@ def test_wrong_words_are_refused(tmp_path: Path) -> None:
 
 def test_replicas_are_as_many_ranks_each() -> None:
     sys.path.insert(0, str(ROOT / "examples"))
-    from engine_torch import PARALLELISMS, mesh_of
+    from engine_torch import PARALLELISMS, mesh_shape
 
-    assert mesh_of(1, 4) == ((4,), ("shard",))
-    assert mesh_of(2, 8) == ((2, 4), ("replicate", "shard"))
+    assert mesh_shape(1, 4) == ((4,), ("shard",))
+    assert mesh_shape(2, 8) == ((2, 4), ("replicate", "shard"))
     for wrong in (0, 3, -2):
         with pytest.raises(ValueError, match=f"divide the 4 ranks, got {wrong}"):
-            mesh_of(wrong, 4)
+            mesh_shape(wrong, 4)
     with pytest.raises(ValueError, match="replicas"):
         PARALLELISMS["ddp"](tiny_llama(), False, 2)
