@@ -1,6 +1,6 @@
 """WallFacer for ColossalAI: a booster plugin, a shardformer policy, `apply` for other plugins."""
 
-# ruff: noqa: E402  (the check comes before what would fail to import with a worse message)
+# ruff: noqa: E402  (check first: the imports below would fail with messages that help less)
 from wf_colossalai.doctor import check
 
 check()

@@ -1,4 +1,4 @@
-"""One model instance, attached to the ranks that share its sequences. All of it can be undone."""
+"""Attaches one model to the ranks that share its sequences; the handle undoes it."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ def attach(
     tensor_parallel: ProcessGroup | None = None,
     stages: PipelineStageManager | None = None,
 ) -> Handle:
-    """Let `model` take whole batches, compute this rank's part, and attend over the ranks of `sp`.
+    """Make `model` take whole batches, compute this rank's part, and attend over the ranks of `sp`.
 
     Args:
-        model: what a booster plugin will wrap, or has cut; it is changed in place.
+        model: before a booster plugin wraps it; it may be a pipeline stage, or split by tensor
+            parallelism. It is changed in place.
         sp: the sequence parallelism of this rank.
-        table: the attention modules that are known.
-        tensor_parallel: the group that the logits may be split over.
-        stages: the pipeline of which `model` is a stage.
+        table: the known attention modules.
+        tensor_parallel: the group over which logits may be split.
+        stages: the pipeline of which `model` is a stage, if any.
 
     Raises:
         ValueError: if the model's attention is not in the table.
@@ -80,9 +81,9 @@ def attach(
 def attach_whole(
     model: nn.Module, sp: SequenceParallel, stages: Stages, verify: Mode = True
 ) -> Handle:
-    """Let `model` switch its hidden state over the ranks of `sp` (DSP); it takes whole inputs.
+    """Make `model` take whole inputs and switch the split dimension of its hidden state (DSP).
 
-    Its first forward is compared with one on one rank, as `verify` says.
+    `verify` says whether its first forward is compared with a forward on one rank.
 
     Raises:
         ValueError: if the stages do not fit the model.
@@ -94,21 +95,21 @@ def attach_whole(
 
 
 def _attach_layers(model: nn.Module, sp: SequenceParallel) -> Handle:
-    """By transformers' registry; a module that transformers knows nothing of calls us itself."""
+    """Attach attention through transformers' registry. Other models must call `self.wallfacer`."""
     if isinstance(model, PreTrainedModel):
         return attach_pretrained([model], sp)
     handle = Handle(sp)
-    problem = OWN_ATTENTION.format(type(model).__name__)
-    scope_documents(model, handle, without_documents, problem)
+    not_called = OWN_ATTENTION.format(type(model).__name__)
+    scope_documents(model, handle, without_documents, not_called)
     return handle
 
 
 def _check_inputs(model: nn.Module, handle: Handle) -> None:
-    """Before every forward of a model that every rank gives the whole input."""
+    """Add a hook that checks before every forward that all ranks have the same inputs."""
 
     def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        named = {f"argument {index}": value for index, value in enumerate(args)}
+        positional = {f"argument {index}": value for index, value in enumerate(args)}
         with handle.advising():
-            handle.sp.check_same(named | kwargs)
+            handle.sp.check_same(positional | kwargs)
 
     handle.hooks(model.register_forward_pre_hook(check, prepend=True, with_kwargs=True))

@@ -1,4 +1,4 @@
-"""The JSON file: the "wallfacer" block of a DeepSpeed JSON, beside ColossalAI's own words."""
+"""The JSON file: a "wallfacer" block as in a DeepSpeed JSON, and arguments of ColossalAI."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TOP_LEVEL = (KEY, "colossalai", "optimizer", "gradient_accumulation_steps")
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """The file as a dict, once its top level is known.
+    """Read the file as a dict, and check the keys of its top level.
 
-    "wallfacer": what DeepSpeed's JSON has under this key. "colossalai": arguments of the plugin.
+    "wallfacer" is the block of a DeepSpeed JSON, "colossalai" has arguments of the plugin.
     "optimizer" and "gradient_accumulation_steps" are for the training loop.
 
     Raises:
-        ValueError: if there is no such file, it is no JSON object, or a key is unknown.
+        ValueError: if there is no such file, it is not a JSON object, or a key is unknown.
     """
     try:
         config = json.loads(Path(path).read_text())
@@ -43,14 +43,15 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def sequence_parallel_words(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The words of SequenceParallelConfig in the "wallfacer" block, and those of what is beside it.
+    """Return the "wallfacer" block without "enabled" and "loss_average".
 
-    A block that is not enabled is checked all the same.
+    A block that is not enabled is checked here, and becomes sequence_parallel_size 1. The keys of
+    an enabled block are checked by the caller, which knows the plugin.
 
     Raises:
-        ValueError: if "enabled" is neither true nor false, or a word of a block that is not
-            enabled is wrong (whoever takes the words of one that is says more).
-        NotImplementedError: for "loss_average": "token", which only the DeepSpeed door has.
+        ValueError: if "enabled" is neither true nor false, or a block that is not enabled has a
+            wrong key or value.
+        NotImplementedError: for "loss_average": "token", which only the DeepSpeed integration has.
     """
     words = dict(config.get(KEY, {}))
     enabled = words.pop("enabled", KEY in config)

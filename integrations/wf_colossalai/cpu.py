@@ -1,8 +1,8 @@
-"""ColossalAI on a CPU: for tests and for a demo, never on a GPU.
+"""ColossalAI on a machine without a GPU: for tests and for a demo.
 
-ColossalAI 0.5.0 knows a CPU accelerator, but ZeRO, Gemini, tensor and pipeline parallelism ask it
-for what only CUDA has. `cpu_accelerator()` gives them answers that are true for one host device,
-through ColossalAI's own hooks, and takes everything back at the end.
+ColossalAI 0.5.0 has a CPU accelerator, but ZeRO, Gemini, tensor and pipeline parallelism call
+methods that only its CUDA accelerator implements. `cpu_accelerator()` implements them for the host
+as the one device, registers them with ColossalAI, and undoes it at the end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HostAccelerator(CpuAccelerator):
         torch.manual_seed(seed)
 
     def set_device(self, device: Any = None) -> None:
-        """There is only one."""
+        """Nothing to set: there is only one device."""
 
     def current_device(self) -> int:
         return 0
@@ -46,10 +46,10 @@ class HostAccelerator(CpuAccelerator):
         return 1
 
     def synchronize(self, device: Any = None) -> None:
-        """The host computes in order."""
+        """Nothing to wait for: the host computes in order."""
 
     def empty_cache(self) -> None:
-        """The host allocator keeps no cache of ours."""
+        """Nothing to empty: the host allocator keeps no cache."""
 
     def Stream(self, device: Any = None, priority: int = 0, **_: Any) -> None:  # noqa: N802
         return None
@@ -62,10 +62,10 @@ class HostAccelerator(CpuAccelerator):
 
 
 class _Adam:
-    """ColossalAI's CPUAdamOptimizer in torch operations."""
+    """ColossalAI's CPUAdamOptimizer, its compiled kernel, in torch operations."""
 
     def __init__(self, *settings: float) -> None:
-        self._adamw = bool(settings[-1])
+        self._uses_adamw = bool(settings[-1])
 
     def step(
         self,
@@ -82,15 +82,16 @@ class _Adam:
         exp_avg_sq: Tensor,
         div_scale: float = -1,
     ) -> None:
-        """One step of Adam (AdamW if set), in place; gradients are divided by div_scale if > 0."""
-        grad = grad.to(param.dtype) if div_scale <= 0 else grad.to(param.dtype) / div_scale
-        rates = (1 - b**step if bias_correction else 1.0 for b in (beta1, beta2))
-        states, words = (param, grad, exp_avg, exp_avg_sq), (lr, beta1, beta2, eps, weight_decay)
-        CPUAdam.torch_adam_update(self, *states, *words, *rates, self._adamw)  # type: ignore[arg-type]
+        """Do one step of Adam or AdamW in place; a div_scale above 0 divides the gradient."""
+        grad = grad.to(param.dtype) / (div_scale if div_scale > 0 else 1)
+        corrections = (1 - beta**step if bias_correction else 1.0 for beta in (beta1, beta2))
+        tensors = (param, grad, exp_avg, exp_avg_sq)
+        options = (lr, beta1, beta2, eps, weight_decay, *corrections, self._uses_adamw)
+        CPUAdam.torch_adam_update(self, *tensors, *options)  # type: ignore[arg-type]
 
 
 class _AdamExtension:
-    """What HybridAdam and Gemini load in place of a compiled kernel."""
+    """The extension that HybridAdam and Gemini load instead of a compiled kernel."""
 
     CPUAdamOptimizer = _Adam
 
@@ -98,7 +99,7 @@ class _AdamExtension:
         return True
 
     def assert_compatible(self) -> None:
-        """Torch runs everywhere."""
+        """Nothing to check: torch operations run everywhere."""
 
     def load(self) -> Any:
         return self
@@ -106,24 +107,24 @@ class _AdamExtension:
 
 @contextmanager
 def cpu_accelerator() -> Iterator[None]:
-    """Inside, ColossalAI takes the host for its device.
+    """Inside, ColossalAI uses the host as its device.
 
-    Give plugins `overlap_communication=False`: there are no streams to overlap on.
+    Give plugins `overlap_communication=False`: the host has no streams.
 
     Raises:
-        RuntimeError: if there is a GPU; nothing of this is meant for one.
+        RuntimeError: if there is a GPU.
     """
     if torch.cuda.is_available():
         raise RuntimeError("cpu_accelerator() is for machines without a GPU; leave it out")
     with ExitStack() as undo:
         undo.callback(setattr, api, "_ACCELERATOR", api._ACCELERATOR)
         api.set_accelerator(HostAccelerator())
-        extension: Any = _AdamExtension  # all that a loader asks for
+        extension: Any = _AdamExtension  # not a subclass, but it has all that a loader calls
         CPUAdamLoader.register_extension(extension)
         undo.callback(CPUAdamLoader.REGISTRY.remove, extension)
-        # ColossalAI calls these without asking an accelerator
+        # ColossalAI calls these three functions directly, not through its accelerator. If NCCL or
+        # HCCL is available, its pipeline reads torch's Backend.HCCL, which torch 2.13 lacks
         undo.enter_context(temporarily_replace(dist, "is_hccl_available", lambda _: False))
-        # Else its pipeline asks for torch's Backend.HCCL, which torch 2.13 does not have
         undo.enter_context(temporarily_replace(c10d, "is_nccl_available", lambda _: False))
         undo.enter_context(temporarily_replace(torch.cuda, "set_device", lambda _, device: None))
         yield

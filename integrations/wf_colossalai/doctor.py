@@ -1,6 +1,6 @@
-"""Whether the installed packages fit ColossalAI and us, and if not, what to type.
+"""Checks whether the installed packages fit ColossalAI and WallFacer.
 
-Imports nothing but the standard library: it runs where importing anything else fails.
+Imports only the standard library, so that it runs where other imports fail.
 """
 
 from __future__ import annotations
@@ -11,56 +11,59 @@ from importlib.metadata import PackageNotFoundError, version
 
 COLOSSALAI = "0.5.0"
 TRANSFORMERS = "4.51.3"
-TORCH = (2, 6)
+MIN_TORCH = (2, 6)
 NO_PINS = f"pip install --no-deps colossalai=={COLOSSALAI} galore_torch==1.0 peft==0.13.2"
-BESIDE = ("accelerate", "bitsandbytes", "click", "einops", "fabric", "psutil", "safetensors")
+DEPENDENCIES = ("accelerate", "bitsandbytes", "click", "einops", "fabric", "psutil", "safetensors")
 
 
 def problems(installed: Callable[[str], str] = version) -> list[str]:
-    """One sentence for everything that does not fit, each with the line to type; empty if all does.
+    """Return a sentence for each problem, with the command that solves it; [] if there is none.
 
     Args:
-        installed: the version of a package; raises PackageNotFoundError if there is none.
+        installed: returns the version of a package, or raises PackageNotFoundError.
     """
-    found: list[str] = []
+    messages: list[str] = []
 
-    def get(package: str) -> str | None:
+    def get_version(package: str) -> str | None:
         try:
             return installed(package)
         except PackageNotFoundError:
             return None
 
-    torch, transformers, colossalai = get("torch"), get("transformers"), get("colossalai")
-    if torch is None or _numbers(torch) < TORCH:
-        found.append(
+    torch, transformers, colossalai = map(get_version, ("torch", "transformers", "colossalai"))
+    if torch is None or _major_minor(torch) < MIN_TORCH:
+        messages.append(
             f"torch is {torch or 'missing'}, and 2.6 or newer is needed (ColossalAI with its pins "
             f"pulls torch back to 2.5.1): pip install torch==2.13.0, then {NO_PINS}"
         )
     if transformers != TRANSFORMERS:
-        found.append(
+        messages.append(
             f"transformers is {transformers or 'missing'}, and ColossalAI {COLOSSALAI} works with "
             f"{TRANSFORMERS} alone: pip install transformers=={TRANSFORMERS}"
         )
     if colossalai != COLOSSALAI:
-        found.append(f"colossalai is {colossalai or 'missing'}, {COLOSSALAI} is needed: {NO_PINS}")
-    missing = [package for package in (*BESIDE, "galore_torch", "peft") if get(package) is None]
+        messages.append(
+            f"colossalai is {colossalai or 'missing'}, {COLOSSALAI} is needed: {NO_PINS}"
+        )
+    required = (*DEPENDENCIES, "galore_torch", "peft")
+    missing = [package for package in required if get_version(package) is None]
     if missing:
-        found.append(
+        messages.append(
             f"missing: {', '.join(missing)}: pip install 'wallfacer[colossalai]', then {NO_PINS}"
         )
-    return found
+    return messages
 
 
 def check() -> None:
-    """Do nothing if everything fits.
+    """Check the installed packages.
 
     Raises:
-        ImportError: saying all that does not fit and what to type.
+        ImportError: with all problems, and the commands that solve them.
     """
-    if found := problems():
-        raise ImportError("WallFacer for ColossalAI cannot start. " + ". ".join(found))
+    if messages := problems():
+        raise ImportError("WallFacer for ColossalAI cannot start. " + ". ".join(messages))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    """(2, 13) of "2.13.0+cpu"."""
+def _major_minor(text: str) -> tuple[int, ...]:
+    """Return (2, 13) for "2.13.0+cpu"."""
     return tuple(map(int, re.findall(r"\d+", text)[:2]))

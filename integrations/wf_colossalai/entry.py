@@ -1,4 +1,4 @@
-"""What a user calls: `apply` where a plugin spreads no sequences, `from_config` for a JSON file."""
+"""What a user calls: `apply` for ColossalAI's other plugins, `from_config` for a JSON file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wf_colossalai.sequence import PlainSequenceParallel
 from wf_colossalai.table import TABLE, AttentionModule
 from wf_transformers import AUTOCHUNK, Handle, ModelWords, attach_compared, data_parallel
 
-OTHERS: Mapping[str, Any] = MappingProxyType(
+OTHER_PLUGINS: Mapping[str, Any] = MappingProxyType(
     {"torch_ddp": TorchDDPPlugin, "low_level_zero": LowLevelZeroPlugin, "gemini": GeminiPlugin}
 )
 
@@ -33,7 +33,7 @@ def apply(
     group: ProcessGroup | None = None,
     table: Mapping[str, AttentionModule] = TABLE,
 ) -> Handle:
-    """Spread the sequences of `model`, before `booster.boost(model, ...)` wraps it.
+    """Split the sequences of `model` over ranks, before `booster.boost(model, ...)` wraps it.
 
         handle = wf_colossalai.apply(model, {"sequence_parallel_size": 4, "route": "ring"})
         booster = Booster(plugin=GeminiPlugin(...))
@@ -41,62 +41,66 @@ def apply(
         loader = handle.prepare_dataloader(dataset, batch_size=1)
 
     For TorchDDPPlugin, LowLevelZeroPlugin and GeminiPlugin. They average gradients over the whole
-    world, and the model's loss counts on it. Call the boosted model with whole batches.
+    world, and the model's loss is scaled for that. Call the boosted model with whole batches.
 
     Args:
         model: a model whose attention is in `table`. It is changed in place.
-        config: the configuration or its words; with "dsp" among them (the words of
-            `wf_backends.dsp.stages.Stages`) any model whose modules they name, `table` aside. Also
-            "activation_checkpointing": {"offload": true} and "verify": true, false or "strict".
-        group: the ranks that the plugin averages gradients over. None: the world. It is cut into
+        config: a SequenceParallelConfig, or a dict of its keys. The dict may also have
+            "activation_checkpointing": {"offload": true}, "verify": true, false or "strict", and
+            "dsp", whose keys are those of `wf_backends.dsp.stages.Stages`. With "dsp" the model
+            needs the modules that it names, and no attention from `table`.
+        group: the ranks over which the plugin averages gradients. None: the world. It is cut into
             blocks of sequence_parallel_size consecutive ranks.
-        table: the attention modules that are known.
+        table: the known attention modules.
 
     Raises:
-        ValueError: for a wrong word, an unknown model, or a size that does not divide the group.
+        ValueError: for a wrong key or value, an unknown model, or a sequence_parallel_size that
+            does not divide the group.
+        NotImplementedError: for "autochunk".
     """
-    stages, run = None, ModelWords()
+    stages, model_words = None, ModelWords()
     if not isinstance(config, SequenceParallelConfig):
         if AUTOCHUNK in config:
             raise NotImplementedError(
                 f'"{AUTOCHUNK}" is for WallFacerPlugin: GeminiPlugin exchanges parameters under '
                 "every operator, and tiles would miss it"
             )
-        words, run = ModelWords.split(config)
+        words, model_words = ModelWords.split(config)
         config, stages = dsp.read_words(words)
     sp = PlainSequenceParallel(config, own_group(config.timeout) if group is None else group)
-    make = (
-        partial(attach, model, sp, table)
-        if stages is None
-        else partial(attach_whole, model, sp, stages, run.verify)
+    if stages is None:
+        attach_model = partial(attach, model, sp, table)
+    else:
+        attach_model = partial(attach_whole, model, sp, stages, model_words.verify)
+    compares = stages is None  # with DSP the first forward compares
+    handle, _ = attach_compared(
+        model_words, model, sp, attach_model, whole_batches=True, compares=compares
     )
-    plain = stages is None  # else it is compared in its first forward
-    handle, _ = attach_compared(run, model, sp, make, whole_batches=True, compares=plain)
     handle.data_parallel_rank, handle.data_parallel_size = data_parallel(sp, group)
     return handle
 
 
 class PluginHandle(Handle):
-    """The handle of a model whose plugin a JSON file names.
+    """The handle of a model, with the plugin that a JSON file names.
 
     Attributes:
         plugin: for `Booster(plugin=...)`.
-        config: the whole file: "optimizer" and "gradient_accumulation_steps" are for the training
-            loop.
+        config: the whole file; the training loop reads "optimizer" and
+            "gradient_accumulation_steps" from it.
     """
 
     def __init__(self, attached: Handle, plugin: Any, config: Mapping[str, Any]) -> None:
-        vars(self).update(vars(attached))  # what either takes back, both have taken back
+        vars(self).update(vars(attached))  # they share one undo stack
         self.plugin, self.config = plugin, config
 
 
 def from_config(path: str | Path, model: nn.Module) -> PluginHandle:
-    """The plugin that "colossalai.plugin" names ("hybrid" unless given), and `model` for it.
+    """Make the plugin that "colossalai.plugin" names (default "hybrid"), and attach `model` for it.
 
-    Every other key under "colossalai" is an argument of that plugin.
+    All other keys under "colossalai" are arguments of that plugin.
 
     Raises:
-        ValueError: for an unknown or wrong key, by its name.
+        ValueError: names an unknown key, or a key with a wrong value.
     """
     config = load(path)
     options = dict(config.get("colossalai", {}))
@@ -104,10 +108,10 @@ def from_config(path: str | Path, model: nn.Module) -> PluginHandle:
     if name == HYBRID:
         plugin = WallFacerPlugin(**words, **options)
         return PluginHandle(plugin.handle, plugin, config)
-    if name not in OTHERS:
-        known = (HYBRID, *OTHERS)
+    if name not in OTHER_PLUGINS:
+        known = (HYBRID, *OTHER_PLUGINS)
         raise ValueError(
             f'{path}: "colossalai.plugin" must be one of {", ".join(known)}, got {name!r}'
             f"{nearest(name, known)}"
         )
-    return PluginHandle(apply(model, words), OTHERS[name](**options), config)
+    return PluginHandle(apply(model, words), OTHER_PLUGINS[name](**options), config)

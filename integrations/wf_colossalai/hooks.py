@@ -1,7 +1,7 @@
-"""The hooks of `wf_transformers` for models as ColossalAI cuts them.
+"""The hooks of `wf_transformers`, for models that ColossalAI splits.
 
-Their vocabulary may be split over tensor-parallel ranks, and they may be a stage of a pipeline or
-know nothing of transformers. Which booster plugin wraps the model does not matter.
+Their logits may be split over tensor-parallel ranks. They may be a stage of a pipeline, or no
+model of transformers. The hooks are the same under all booster plugins.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ BATCH_KEYS = (*INPUTS, "labels")
 
 
 class TokenHooks(WholeBatchHooks):
-    """Cuts ids and labels, and makes the loss, of a model with one output row per token.
+    """Cuts ids and labels, and computes the loss, for a model with one output row per token.
 
     Args:
-        model: the model; what wraps it is none of our business.
-        handle: what attached it.
-        causal: whether labels are to be shifted.
-        tensor_parallel: the group that logits may be split over.
+        model: the model itself, not its wrapper.
+        handle: the handle of the attached model.
+        causal: whether labels must be shifted.
+        tensor_parallel: the group over which logits may be split.
     """
 
     whole_without_labels = False
@@ -48,18 +48,18 @@ class TokenHooks(WholeBatchHooks):
         self._tensor_parallel = tensor_parallel
 
     def _cut_arguments(self, arguments: dict[str, Any], seqlen: int) -> dict[str, Any]:
-        """By name: what a pipeline's stage gets from the one before is cut already."""
+        """Select by name: hidden states from the previous pipeline stage are already cut."""
         return {key: arguments[key] for key in BATCH_KEYS if arguments.get(key) is not None}
 
     def _has_custom_loss(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
-        reason = (
-            custom_loss_reason(model, arguments) if isinstance(model, PreTrainedModel) else None
-        )
+        if not isinstance(model, PreTrainedModel):
+            return False
+        reason = custom_loss_reason(model, arguments)
         if reason is not None:
             raise NotImplementedError(
-                f"{reason}, and of a model with labels WallFacer makes plain cross entropy under "
-                "ColossalAI: leave labels out, and make your loss from logits that sp.unshard "
-                "brings together"
+                f"{reason}, and under ColossalAI WallFacer computes only plain cross entropy from "
+                "labels: leave labels out, and compute your loss from logits that sp.unshard "
+                "gathers"
             )
         return False
 
@@ -68,47 +68,47 @@ class TokenHooks(WholeBatchHooks):
     ) -> dict[str, Any]:
         if isinstance(model, PreTrainedModel):
             return super()._model_kwargs(model, arguments, local)
-        known = {k: v for k, v in local.items() if k in self._names and k != "labels"}
-        return arguments | known | {"cu_seqlens": None} | mask_words(local)
+        taken = {k: v for k, v in local.items() if k in self._names and k != "labels"}
+        return arguments | taken | {"cu_seqlens": None} | mask_words(local)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, Tensor):
             output = CausalLMOutput(logits=output)  # type: ignore[arg-type]
         if "logits" in output:
             return super()._after(model, args, output)
-        self._call = None  # not the last stage of a pipeline
+        self._call = None  # a pipeline stage before the last: there are no logits
         return None
 
     def _share(self, model: nn.Module, logits: Tensor, call: Call) -> Tensor:
-        """As without ColossalAI, and of logits that are this rank's columns of the vocabulary."""
-        vocabulary, labels = _split_vocabulary(model, logits), call.local["labels"]
-        if self._tensor_parallel is None or vocabulary is None:
+        """Do what the base class does; `logits` may be a tensor-parallel rank's columns."""
+        labels, vocab_size = call.local["labels"], _split_vocab_size(model, logits)
+        if self._tensor_parallel is None or vocab_size is None:
             return super()._share(model, plain(logits), call)
-        wide, sp = logits.float(), self.handle.sp
-        total = cross_entropy_1d(
-            wide.flatten(0, -2),
+        logits, sp = logits.float(), self.handle.sp
+        loss_sum = cross_entropy_1d(
+            logits.flatten(0, -2),
             labels.flatten(),
             process_group=self._tensor_parallel,
-            vocab_size=vocabulary,
-            dtype=wide.dtype,
+            vocab_size=vocab_size,
+            dtype=logits.dtype,
             mode="sum",
         )
-        return total / sp.sum_over_ranks(count_valid(labels)).clamp(min=1) * sp.size
+        return loss_sum / sp.sum_over_ranks(count_valid(labels)).clamp(min=1) * sp.size
 
 
-def _split_vocabulary(model: nn.Module, logits: Tensor) -> int | None:
-    """Columns of the vocabulary with padding if `logits` hold only some of them, else None."""
+def _split_vocab_size(model: nn.Module, logits: Tensor) -> int | None:
+    """Return the padded size of the vocabulary if `logits` hold only some of it, else None."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    wanted = getattr(getattr(model, "config", None), "vocab_size", 0)
-    return head.out_features if head is not None and logits.shape[-1] < wanted else None
+    vocab_size = getattr(getattr(model, "config", None), "vocab_size", 0)
+    return head.out_features if head is not None and logits.shape[-1] < vocab_size else None
 
 
 @eager
 def recompute_with_documents(handle: Handle, model: Any, _: Any) -> None:
-    """A hook before a model of transformers: checkpointed layers get back their documents, wherever
-    checkpointing was switched on."""
-    running = (m for m in model.modules() if getattr(m, "gradient_checkpointing", False))
-    checkpoint = getattr(next(running, None), "_gradient_checkpointing_func", None)
-    words, wanted = getattr(checkpoint, "keywords", {}), handle.checkpoint_kwargs
-    if checkpoint is not None and words.get("context_fn") != wanted["context_fn"]:
-        model.gradient_checkpointing_enable(wanted)
+    """Before a forward: if checkpointing was enabled without `handle.checkpoint_kwargs`, enable it
+    with them, so that recomputed layers see their documents."""
+    checkpointed = (m for m in model.modules() if getattr(m, "gradient_checkpointing", False))
+    checkpoint = getattr(next(checkpointed, None), "_gradient_checkpointing_func", None)
+    kwargs, ours = getattr(checkpoint, "keywords", {}), handle.checkpoint_kwargs
+    if checkpoint is not None and kwargs.get("context_fn") != ours["context_fn"]:
+        model.gradient_checkpointing_enable(ours)

@@ -1,15 +1,14 @@
-"""A model as one stage of ColossalAI's pipeline, by the forward that transformers gives it.
+"""Runs a model as one stage of ColossalAI's pipeline, with its own forward from transformers.
 
-ColossalAI cuts the layers, releases what a stage does not hold, and sends hidden states. Its own
-pipeline forwards are not used: each is written for one family, and several build a mask of S x S
-elements or fail without labels. Here the model's own forward runs on every stage, over the stage's
-layers: what stands before them is passed over but on the first stage, and what stands behind
-them but on the last. So a stage does what the whole model does, whatever its family.
+ColossalAI distributes the layers, releases the parameters of other stages, and sends hidden states.
+Its pipeline forwards are not used: each is written for one family, and several build an S x S mask
+or fail without labels. Here the model's own forward runs on every stage, with the layers of the
+stage. Modules before the layers (embeddings) run on the first stage only, modules after them (the
+final norm) on the last only; elsewhere they return their input. This works for all families.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -21,121 +20,124 @@ from wf_transformers import Handle
 from wf_transformers.calls import parameter_names, takes_any_keyword
 from wf_transformers.models import token_model
 
-Words = dict[str, Any]
+Arguments = dict[str, Any]
 STATES = "hidden_states"
 FROM_SCHEDULE = (STATES, "stage_index")
-"""What ColossalAI's schedules add to a call: the output of the stage before, and which layers."""
+"""Arguments that ColossalAI's schedules add to a call: the previous stage's output, an index."""
 
 
 class Stage:
-    """The forwards and hooks of one model; `handle.remove()` takes them back.
+    """The forwards and hooks of one model; `handle.remove()` removes them.
 
     Args:
-        model: with all its layers, those of other stages without parameters.
-        stages: which stage this rank is, and with several chunks of a model which one runs.
-        handle: what attached the model, all of whose other hooks are there already.
+        model: with all its layers; those of other stages have no parameters.
+        stages: which stage this rank is, and with interleaved stages which model chunk runs.
+        handle: the handle of the attached model. All its other hooks are registered before.
     """
 
     def __init__(self, model: Any, stages: PipelineStageManager, handle: Handle) -> None:
         self._model, self._stages = model, stages
         self._inner = token_model(model)
-        self._holder, self._name = _find_layers(self._inner)
-        self._layers: nn.ModuleList = getattr(self._holder, self._name)
-        self._states: Tensor | None = None
-        self._behind = False  # whether a layer of the running forward has been called
-        forward = update_wrapper(partial(self._forward), model.forward)
-        handle.set(model, "forward", forward)
-        for part in _around(self._inner, self._layers):
-            handle.set(part, "forward", partial(self._pass_over, part, part.forward))
+        self._layers_owner, self._layers_name = _find_layers(self._inner)
+        self._layers: nn.ModuleList = getattr(self._layers_owner, self._layers_name)
+        self._states: Tensor | None = None  # the output of the previous stage
+        self._reached_layers = False  # whether the running forward has called a layer
+        handle.set(model, "forward", update_wrapper(partial(self._forward), model.forward))
+        for module in _modules_around(self._inner, self._layers):
+            handle.set(module, "forward", partial(self._run_or_skip, module, module.forward))
         inner = self._inner
         if not stages.is_first_stage(ignore_chunk=True):
-            _say_dtype(inner, handle)
+            _replace_projection(inner, handle)
         handle.hooks(
             model.register_forward_pre_hook(self._take_states, prepend=True, with_kwargs=True),
-            inner.register_forward_pre_hook(self._enter, with_kwargs=True),
-            inner.register_forward_hook(self._leave, always_call=True),
-            *(layer.register_forward_pre_hook(self._at_layer) for layer in self._layers),
+            inner.register_forward_pre_hook(self._before_inner, with_kwargs=True),
+            inner.register_forward_hook(self._after_inner, always_call=True),
+            *(layer.register_forward_pre_hook(self._before_layer) for layer in self._layers),
         )
 
-    def _take_states(self, _: nn.Module, args: tuple[Any, ...], kwargs: Words) -> Any:
+    def _take_states(self, _: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+        """Keep the previous stage's output, and remove the schedule's arguments from the call."""
         self._states = kwargs.get(STATES)
         return args, {key: x for key, x in kwargs.items() if key not in FROM_SCHEDULE}
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own on the last stage; before it the head is left out."""
+        """Run the model's own forward on the last stage, and without its head on the others."""
         model, inner = self._model, self._inner
         if self._stages.is_last_stage():
             return type(model).forward(model, *args, **kwargs)
-        known, heads = parameter_names(inner), parameter_names(model)
-        given = dict(zip(heads, args, strict=False)) | kwargs
-        passed = (lambda key: key not in heads) if takes_any_keyword(inner) else (lambda _: False)
-        output = inner(**{key: x for key, x in given.items() if key in known or passed(key)})
+        inner_names, model_names = parameter_names(inner), parameter_names(model)
+        arguments = dict(zip(model_names, args, strict=False)) | kwargs
+        passed = [key for key in arguments if key in inner_names]
+        if takes_any_keyword(inner):  # the model would pass on its **kwargs
+            passed += [key for key in arguments if key not in (*inner_names, *model_names)]
+        output = inner(**{key: arguments[key] for key in passed})
         return {STATES: output[0]}
 
-    def _enter(self, inner: nn.Module, args: tuple[Any, ...], kwargs: Words) -> Any:
-        """Only this stage's layers, and the states in place of what the first stage embeds."""
-        self._behind = False
-        setattr(self._holder, self._name, nn.ModuleList(self._layers[slice(*self._range)]))
+    def _before_inner(self, inner: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+        """Leave only this stage's layers, and pass hidden states (b, s, width) as embeddings."""
+        self._reached_layers = False
+        start, stop = self._layer_range
+        setattr(self._layers_owner, self._layers_name, nn.ModuleList(self._layers[start:stop]))
         if self._states is None:
             return args, kwargs
         names = parameter_names(inner)
-        given = dict(zip(names, args, strict=False)) | kwargs
+        arguments = dict(zip(names, args, strict=False)) | kwargs
         if "inputs_embeds" not in names:
-            return (), given | {inner.main_input_name: self._states}
-        given |= {"input_ids": None, "inputs_embeds": self._states}
-        if "token_type_ids" in names:  # else BERT takes them from a buffer of its embeddings
-            given["token_type_ids"] = self._states.new_zeros(self._states.shape[:2]).long()
-        return (), given
+            return (), arguments | {inner.main_input_name: self._states}
+        arguments |= {"input_ids": None, "inputs_embeds": self._states}
+        if "token_type_ids" in names:  # BERT's default is a buffer of its embeddings
+            arguments["token_type_ids"] = self._states.new_zeros(self._states.shape[:2]).long()
+        return (), arguments
 
     @property
-    def _range(self) -> tuple[int, int]:
-        """The layers of this stage, first and behind the last."""
+    def _layer_range(self) -> tuple[int, int]:
+        """(start, stop) of this stage's layers, stop excluded."""
         stages = self._stages
-        found: Any = stages.get_stage_index(stages.distribute_layers(len(self._layers)))
-        return tuple(found[stages.model_chunk_id] if stages.is_interleave else found)
+        ranges: Any = stages.get_stage_index(stages.distribute_layers(len(self._layers)))
+        return tuple(ranges[stages.model_chunk_id] if stages.is_interleave else ranges)
 
-    def _at_layer(self, *_: Any) -> None:
-        self._behind = True
+    def _before_layer(self, *_: Any) -> None:
+        self._reached_layers = True
 
-    def _leave(self, *_: Any) -> None:
-        setattr(self._holder, self._name, self._layers)
+    def _after_inner(self, *_: Any) -> None:
+        setattr(self._layers_owner, self._layers_name, self._layers)
         self._states = None
 
-    def _pass_over(self, part: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A part's own forward on the stage that it is of; elsewhere it gives what it is given."""
+    def _run_or_skip(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward` on the module's stage, first or last; on others return the input."""
         stages = self._stages
-        if stages.is_last_stage() if self._behind else stages.is_first_stage():
-            return own(*args, **kwargs)
-        if hasattr(part, "num_embeddings"):  # to be added to states that have it already
+        if stages.is_last_stage() if self._reached_layers else stages.is_first_stage():
+            return forward(*args, **kwargs)
+        if hasattr(module, "num_embeddings"):  # the hidden states already contain its embeddings
             return torch.zeros(())
         return kwargs.get("inputs_embeds", args[0] if args else None)
 
 
 def _find_layers(inner: nn.Module) -> tuple[nn.Module, str]:
-    """(module, name): which attribute of which module is the list of the model's layers."""
+    """Return (module, name): the list of the model's layers is the attribute `name` of `module`."""
     for module in inner.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.ModuleList):
                 return module, name
-    raise AssertionError(f"{type(inner).__name__} has no list of layers, and a policy that cuts it")
+    raise AssertionError(f"{type(inner).__name__} has a pipeline policy but no list of layers")
 
 
-def _say_dtype(inner: Any, handle: Handle) -> None:
-    """Give a ViT, which asks its projection of pixels for the dtype, one where there is none."""
+def _replace_projection(inner: Any, handle: Handle) -> None:
+    """Replace a ViT's patch projection: its weight is released, but forward reads its dtype."""
     patches = getattr(getattr(inner, "embeddings", None), "patch_embeddings", None)
     if patches is not None:
-        stand_in = nn.Module()
-        stand_in.register_buffer("weight", torch.empty(0, dtype=inner.dtype), persistent=False)
+        projection = nn.Module()
+        projection.register_buffer("weight", torch.empty(0, dtype=inner.dtype), persistent=False)
         handle.undo.callback(setattr, patches, "projection", patches.projection)
-        patches.projection = stand_in
+        patches.projection = projection
 
 
-def _around(inner: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
-    """The outermost modules in `inner` beside its layers; rotary embeddings are of all stages."""
-    found = list[nn.Module]()
+def _modules_around(inner: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
+    """Return the outermost modules before and after the layers that not every stage computes."""
+    modules: list[nn.Module] = []
     for child in inner.children():
-        if child is layers or "Rotary" in type(child).__name__:
+        if child is layers or "Rotary" in type(child).__name__:  # every stage needs rotary angles
             continue
-        inside = layers in list(child.modules())
-        found += _around(child, layers) if inside else [child]
-    return found
+        has_layers = layers in list(child.modules())
+        modules += _modules_around(child, layers) if has_layers else [child]
+    return modules

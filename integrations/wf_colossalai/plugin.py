@@ -1,4 +1,4 @@
-"""The booster plugin: ColossalAI's hybrid parallelism with our sequence parallelism in it."""
+"""The booster plugin: ColossalAI's hybrid parallelism with WallFacer's sequence parallelism."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from wf_colossalai.policy import WallFacerPolicy
 from wf_colossalai.sequence import PlainSequenceParallel
 from wf_transformers import AUTOCHUNK, MODEL_WORDS, Handle, ModelWords
 
-WORDS = tuple(field.name for field in fields(SequenceParallelConfig))
-OURS: Mapping[str, str] = MappingProxyType(
+CONFIG_KEYS = tuple(field.name for field in fields(SequenceParallelConfig))
+REPLACED_ARGUMENTS: Mapping[str, str] = MappingProxyType(
     {
         "sp_size": "sequence_parallel_size",
         "inner_ring_size": 'route={"name": "double_ring", "inner": ...}',
@@ -34,10 +34,11 @@ OURS: Mapping[str, str] = MappingProxyType(
         "enable_flash_attention": "kernel",
     }
 )
+"""Arguments of ColossalAI's plugin, and the keys of ours that replace them."""
 
 
 class WallFacerPlugin(HybridParallelPlugin):
-    """Data x sequence x tensor x pipeline parallelism, ZeRO 1 and 2, exact in every sequence.
+    """Data x sequence x tensor x pipeline parallelism and ZeRO 1 and 2, with exact attention.
 
         plugin = WallFacerPlugin(sequence_parallel_size=4, route="ring", zero_stage=1)
         model, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
@@ -48,29 +49,30 @@ class WallFacerPlugin(HybridParallelPlugin):
 
     Args:
         tp_size, pp_size: ranks of tensor parallelism, stages of the pipeline.
-        words: those of `SequenceParallelConfig` (sequence_parallel_size, route, backward_route,
-            backward_moves, ulysses_degree, layout, kernel, ...), activation_checkpointing such as
-            {"offload": True}, autochunk such as {"max_memory": "8GB"}, verify (True, False or
-            "strict"), and those of ColossalAI's HybridParallelPlugin (zero_stage, cpu_offload,
-            precision, num_microbatches, max_norm, custom_policy, ...). precision is "fp32" unless
-            given.
+        words: the keys of `SequenceParallelConfig` (sequence_parallel_size, route, backward_route,
+            backward_moves, ulysses_degree, layout, kernel, ...); activation_checkpointing such as
+            {"offload": True}; autochunk such as {"max_memory": "8GB"}; verify (True, False or
+            "strict"); and the arguments of ColossalAI's HybridParallelPlugin (zero_stage,
+            cpu_offload, precision, num_microbatches, max_norm, custom_policy, ...). The default
+            precision is "fp32".
 
     Raises:
-        ValueError: for a word of either that is wrong, or one of ColossalAI's that a word of ours
-            stands for, or a world that is no multiple of all sizes.
-        NotImplementedError: for ZeRO in fp32, which ColossalAI does not have in this plugin, for
-            fp16 on a CPU outside `cpu_accelerator()`, for the zero-bubble schedule, and for "dsp",
-            which is for the other plugins.
+        ValueError: for a wrong key or value, for an argument of ColossalAI's that a key of ours
+            replaces, or if the product of the parallel sizes does not divide the world size.
+        NotImplementedError: for ZeRO in fp32, which ColossalAI's plugin does not have, for fp16 on
+            a CPU outside `cpu_accelerator()`, for the zero-bubble schedule, and for "dsp", which
+            other plugins support.
     """
 
     def __init__(self, *, tp_size: int = 1, pp_size: int = 1, **words: Any) -> None:
-        _check_words(words)
-        words, self._run = ModelWords.split(words)
-        if self._run.autochunk is not None and (tp_size > 1 or pp_size > 1):
+        _check_keys(words)
+        words, self._model_words = ModelWords.split(words)
+        if self._model_words.autochunk is not None and (tp_size > 1 or pp_size > 1):
             raise NotImplementedError(
                 f'"{AUTOCHUNK}" with tp_size {tp_size} and pp_size {pp_size}: both must be 1'
             )
-        config = SequenceParallelConfig.from_dict({k: words.pop(k) for k in WORDS if k in words})
+        ours = {key: words.pop(key) for key in CONFIG_KEYS if key in words}
+        config = SequenceParallelConfig.from_dict(ours)
         options: dict[str, Any] = {"precision": "fp32"} | words
         _check_options(options)
         _check_world(config.sequence_parallel_size, tp_size, pp_size)
@@ -83,19 +85,19 @@ class WallFacerPlugin(HybridParallelPlugin):
             **options,
         )
         self.sp = PlainSequenceParallel(config, self.sp_group)
-        """The sequence parallelism of this rank: `plugin.sp.report()` has the bytes it sent."""
+        """The sequence parallelism of this rank; `plugin.sp.report()` returns the bytes it sent."""
         self.sp.owner = self
         self.handle = Handle(self.sp)
-        """What takes back what is done to the model when it is boosted."""
+        """Undoes the changes that boosting makes to the model."""
         self.handle.data_parallel_rank = dist.get_rank(self.dp_group)
         self.handle.data_parallel_size = self.dp_group.size()
 
     @classmethod
     def from_config(cls, path: str | Path) -> WallFacerPlugin:
-        """The plugin of a JSON file: blocks "wallfacer" (as in a DeepSpeed JSON) and "colossalai".
+        """Make the plugin of a JSON file, from its blocks "wallfacer" and "colossalai".
 
         Raises:
-            ValueError: for an unknown or wrong key, by its name.
+            ValueError: names an unknown key, or a key with a wrong value.
         """
         config = load(path)
         options = dict(config.get("colossalai", {}))
@@ -107,7 +109,7 @@ class WallFacerPlugin(HybridParallelPlugin):
         return cls(**sequence_parallel_words(config), **options)
 
     def __del__(self) -> None:
-        if hasattr(self, "pg_mesh"):  # else a wrong word was refused before there were groups
+        if hasattr(self, "pg_mesh"):  # absent if __init__ raised before it made process groups
             super().__del__()
 
     def configure(
@@ -118,42 +120,43 @@ class WallFacerPlugin(HybridParallelPlugin):
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: Any = None,
     ) -> Any:
-        """As ColossalAI's, with the policy for the model's class unless you gave one."""
-        given = self.custom_policy
-        if given is None:
+        """Do what ColossalAI's plugin does, with `WallFacerPolicy()` as the default policy."""
+        custom_policy = self.custom_policy
+        if custom_policy is None:
             self.custom_policy = WallFacerPolicy()
-        self.custom_policy.of_plugin = self.handle, self._run
+        self.custom_policy.of_plugin = self.handle, self._model_words
         try:
             return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         finally:
-            self.custom_policy = given
+            self.custom_policy = custom_policy
 
 
-def _check_words(words: dict[str, Any]) -> None:
+def _check_keys(words: dict[str, Any]) -> None:
+    """Refuse keyword arguments that are unknown, replaced by ours, or not supported here."""
     theirs = inspect.signature(HybridParallelPlugin.__init__).parameters
-    kept = (name for name in theirs if name != "self" and name not in OURS)
-    known = [*WORDS, *MODEL_WORDS, *kept]
+    kept = (name for name in theirs if name != "self" and name not in REPLACED_ARGUMENTS)
+    known = [*CONFIG_KEYS, *MODEL_WORDS, *kept]
     if dsp.KEY in words:
         raise NotImplementedError(
             f'"{dsp.KEY}" is not supported by the hybrid plugin; use wf_colossalai.apply, or '
             '"plugin": "torch_ddp", "low_level_zero" or "gemini" in the file'
         )
     for name, value in words.items():
-        if name in OURS:
-            raise ValueError(f"{name}={value!r}: say it with {OURS[name]}")
+        if name in REPLACED_ARGUMENTS:
+            raise ValueError(f"{name}={value!r}: say it with {REPLACED_ARGUMENTS[name]}")
         if name not in known:
             raise ValueError(f"unknown word {name!r}{key_hint(name, known)} Known: {known}")
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuse values of ColossalAI's own words that cannot be."""
+    """Refuse values of ColossalAI's arguments that do not work."""
     if options.get("zero_stage") and options["precision"] == "fp32":
         raise NotImplementedError(
             f'zero_stage={options["zero_stage"]} with precision="fp32" is not in ColossalAI\'s '
             'HybridParallelPlugin; use "bf16", or LowLevelZeroPlugin(precision="fp32") with '
             "wf_colossalai.apply"
         )
-    # its loss scaling counts devices, and its own accelerator for CPUs counts none
+    # ColossalAI's loss scaling needs the device count, and its CpuAccelerator has none
     if options["precision"] == "fp16" and type(get_accelerator()) is CpuAccelerator:
         raise NotImplementedError(
             'precision="fp16" on a CPU is not in ColossalAI: use "bf16" or "fp32", or put the job '
@@ -168,10 +171,10 @@ def _check_options(options: Mapping[str, Any]) -> None:
         )
 
 
-def _check_world(sequence: int, tensor: int, pipeline: int) -> None:
-    world = dist.get_world_size()
-    if world % (sequence * tensor * pipeline):
+def _check_world(sp_size: int, tp_size: int, pp_size: int) -> None:
+    world_size = dist.get_world_size()
+    if world_size % (sp_size * tp_size * pp_size):
         raise ValueError(
-            f"sequence_parallel_size {sequence} x tp_size {tensor} x pp_size {pipeline} must "
-            f"divide the {world} ranks of the world"
+            f"sequence_parallel_size {sp_size} x tp_size {tp_size} x pp_size {pp_size} must "
+            f"divide the {world_size} ranks of the world"
         )

@@ -1,4 +1,4 @@
-"""A shardformer policy: ColossalAI's own for the model, with our sequence parallelism in it."""
+"""A shardformer policy: ColossalAI's own for the model, with WallFacer's sequence parallelism."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from wf_colossalai.sequence import PlainSequenceParallel
 from wf_colossalai.table import TABLE, AttentionModule, find
 from wf_transformers import Handle, ModelWords, attach_by, verify
 
-CARRIERS = ("ring_attn", "all_to_all")
+SUPPORTED_MODES = ("ring_attn", "all_to_all")
 
 
 class WallFacerPolicy(Policy):
-    """Tensor and pipeline parallelism are ColossalAI's; sequences are spread by us.
+    """ColossalAI does tensor and pipeline parallelism, WallFacer does sequence parallelism.
 
     ColossalAI's policy for the model sees a shard config without sequence parallelism, so that it
-    replaces no attention. Class attribute `table`: the attention modules that are known.
+    replaces no attention. The class attribute `table` has the known attention modules.
 
     Args:
-        words: a SequenceParallelConfig or its words, "activation_checkpointing" and "verify" among
-            them if they are wanted; sequence_parallel_size may be left out (it is the plugin's
-            sp_size). None: those of the WallFacerPlugin.
-        native: the policy for tensor and pipeline parallelism. None: ColossalAI's own for this
-            class of models, if it has one.
+        words: a SequenceParallelConfig, or a dict of its keys, which may also have
+            "activation_checkpointing" and "verify". sequence_parallel_size may be left out (it is
+            the plugin's sp_size). None: the configuration of the WallFacerPlugin.
+        native: the policy for tensor and pipeline parallelism. None: ColossalAI's own policy for
+            the model's class, if it has one.
     """
 
     table: Mapping[str, AttentionModule] = TABLE
@@ -49,12 +49,12 @@ class WallFacerPolicy(Policy):
         self.native: Any = native
         self._words = words
         self.of_plugin: tuple[Handle, ModelWords] | None = None
-        """What takes back what is done to the model of a WallFacerPlugin, and how it is run."""
+        """The handle and the model options of the WallFacerPlugin that uses this policy."""
         self.handle: Handle | None = None
-        """What was done to the model, once it is boosted; `handle.report()`."""
+        """The handle of the boosted model."""
 
     def set_model(self, model: nn.Module) -> None:
-        """Look at the model: its attention, and ColossalAI's policy for it.
+        """Find the model's attention in the table, and ColossalAI's policy for the model.
 
         Raises:
             ValueError: if its attention is not in the table.
@@ -68,17 +68,17 @@ class WallFacerPolicy(Policy):
         self.native.is_causal = row.causal
 
     def config_sanity_check(self) -> None:
-        """Refuse what would be computed wrongly.
+        """Refuse settings that would give wrong results.
 
         Raises:
-            ValueError: for a carrier mode that ties sequence to tensor parallelism.
-            NotImplementedError: for a pipeline of a model that has none with us.
+            ValueError: for a sequence_parallelism_mode that ties sequence to tensor parallelism.
+            NotImplementedError: for a pipeline or tensor parallelism that is not supported.
         """
         config, stages = self.shard_config, self.pipeline_stage_manager
-        if config.sequence_parallelism_mode not in CARRIERS:
+        if config.sequence_parallelism_mode not in SUPPORTED_MODES:
             raise ValueError(
-                f"sequence_parallelism_mode must be one of {list(CARRIERS)} with a WallFacer "
-                f"policy (with enable_sequence_parallelism=True), got "
+                f"sequence_parallelism_mode must be one of {list(SUPPORTED_MODES)} with a "
+                f"WallFacer policy (with enable_sequence_parallelism=True), got "
                 f"{config.sequence_parallelism_mode!r}"
             )
         if stages is not None and stages.use_zbv:
@@ -86,13 +86,13 @@ class WallFacerPolicy(Policy):
                 'pp_style="zbv", ColossalAI\'s zero-bubble schedule, is not supported (it hangs): '
                 'use "1f1b" or "interleaved"'
             )
-        unknown = isinstance(self.native, _NoPolicy)
-        if stages is not None and (unknown or not isinstance(self.model, PreTrainedModel)):
+        has_policy = not isinstance(self.native, _NoPolicy)
+        if stages is not None and not (has_policy and isinstance(self.model, PreTrainedModel)):
             raise NotImplementedError(
                 f"pipeline parallelism of {type(self.model).__name__} is not supported (set "
                 "pp_size=1); it is for transformers' models that ColossalAI has a policy for"
             )
-        if config.enable_tensor_parallelism and unknown:
+        if config.enable_tensor_parallelism and not has_policy:
             raise NotImplementedError(
                 f"ColossalAI has no policy for {type(self.model).__name__}: set tp_size=1"
             )
@@ -110,48 +110,51 @@ class WallFacerPolicy(Policy):
         )
 
     def preprocess(self) -> nn.Module:
-        """Compare the model on the ranks with it alone, while no rank has a part of it only."""
-        self._sp, self._run = self._read()
-        make = partial(attach, self.model, self._sp, self.table)
-        attached = self._run.attaching(self.model, make)
-        verify(self.model, self._sp, attached, self._run.verify, whole_batches=True)
+        """Compare the model on all ranks with the model on one, while every rank has all of it."""
+        self._sp, self._model_words = self._read_words()
+        attach_model = partial(attach, self.model, self._sp, self.table)
+        attach_model = self._model_words.attaching(self.model, attach_model)
+        verify(self.model, self._sp, attach_model, self._model_words.verify, whole_batches=True)
         return self.native.preprocess()
 
     def module_policy(self) -> dict[Any, ModulePolicyDescription]:
-        """ColossalAI's own, without the forwards that it replaces."""
+        """Return ColossalAI's own policy without its forwards of models and of known attention."""
         descriptions = self.native.module_policy()
-        for key, description in descriptions.items():
+        for module_class, description in descriptions.items():
             methods = description.method_replacement
-            if methods and self._is_ours(key):
-                description.method_replacement = {
-                    k: v for k, v in methods.items() if k != "forward"
-                }
+            if methods and self._keeps_forward(module_class):
+                kept = {name: method for name, method in methods.items() if name != "forward"}
+                description.method_replacement = kept
         return descriptions
 
-    def _is_ours(self, key: Any) -> bool:
-        bases = {base.__name__ for base in getattr(key, "__mro__", ())} | {key}
-        return bool(bases & set(self.table)) or "PreTrainedModel" in bases
+    def _keeps_forward(self, module_class: type | str) -> bool:
+        """Whether modules of this class (or with this class name) keep their own forward."""
+        names = {base.__name__ for base in getattr(module_class, "__mro__", ())} | {module_class}
+        return bool(names & set(self.table)) or "PreTrainedModel" in names
 
     def postprocess(self) -> nn.Module:
         self.model = self.native.postprocess()
         config, stages = self.shard_config, self.pipeline_stage_manager
-        split = config.enable_tensor_parallelism and config.parallel_output
-        group = config.tensor_parallel_process_group if split else None
-        make = partial(attach, self.model, self._sp, self.table, group, stages)
-        make = self._run.attaching(self.model, make)
-        cut = config.enable_tensor_parallelism or stages is not None
-        self.handle, _ = attach_by(self._run, self.model, self._sp, make, compares=not cut)
+        splits_logits = config.enable_tensor_parallelism and config.parallel_output
+        group = config.tensor_parallel_process_group if splits_logits else None
+        attach_model = partial(attach, self.model, self._sp, self.table, group, stages)
+        attach_model = self._model_words.attaching(self.model, attach_model)
+        is_whole = stages is None and not config.enable_tensor_parallelism
+        self.handle, _ = attach_by(
+            self._model_words, self.model, self._sp, attach_model, compares=is_whole
+        )
         if self._words is None and self.of_plugin is not None:
             self.of_plugin[0].undo.push(self.handle.undo)
         return self.model
 
-    def _read(self) -> tuple[SequenceParallel, ModelWords]:
-        """The sequence parallelism and how the model is run: of the words, else of the plugin."""
-        given, size = self._words, self.shard_config.sequence_parallel_size
-        if given is None and self.of_plugin is not None:
+    def _read_words(self) -> tuple[SequenceParallel, ModelWords]:
+        """Return the sequence parallelism and the model options, of `words` or of the plugin."""
+        words, size = self._words, self.shard_config.sequence_parallel_size
+        if words is None and self.of_plugin is not None:
             return self.of_plugin[0].sp, self.of_plugin[1]
-        words = given.to_dict() if isinstance(given, SequenceParallelConfig) else given or {}
-        words, run = ModelWords.split({"sequence_parallel_size": size} | dict(words))
+        if isinstance(words, SequenceParallelConfig):
+            words = words.to_dict()
+        words, model_words = ModelWords.split({"sequence_parallel_size": size} | dict(words or {}))
         if words["sequence_parallel_size"] != size:
             raise ValueError(
                 f"sequence_parallel_size {words['sequence_parallel_size']} of the policy must be "
@@ -159,7 +162,7 @@ class WallFacerPolicy(Policy):
             )
         config = SequenceParallelConfig.from_dict(words)
         sp = PlainSequenceParallel(config, self.shard_config.sequence_parallel_process_group)
-        return sp, run
+        return sp, model_words
 
     def get_held_layers(self) -> list[nn.Module]:
         return self.native.get_held_layers()
@@ -169,10 +172,10 @@ class WallFacerPolicy(Policy):
 
 
 class _NoPolicy(Policy):
-    """For a model that ColossalAI knows nothing of: nothing is replaced."""
+    """The policy of a model for which ColossalAI has none: replaces nothing."""
 
     def config_sanity_check(self) -> None:
-        """Everything is fine."""
+        """Nothing to check."""
 
     def preprocess(self) -> Any:
         return self.model

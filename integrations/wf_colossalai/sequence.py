@@ -1,4 +1,4 @@
-"""SequenceParallel for tensors as ColossalAI makes them."""
+"""SequenceParallel for ColossalAI's tensor subclass."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from wf_backends import SequenceParallel
 
 
 class PlainSequenceParallel(SequenceParallel):
-    """Takes ColossalAI's tensor subclass for the tensor that it is.
+    """Converts ColossalAI's tensors to plain tensors.
 
-    Under Gemini every activation is a ColoTensor, and so would be what is allocated like one. Its
-    operations do not write into views: gradients that are put together piece by piece would
-    stay zero without a word.
+    Under Gemini every activation is a ColoTensor, and so is every buffer allocated from one. Its
+    operations do not write into views: gradients that are assembled in views would silently stay
+    zero.
     """
 
     owner: Any = None
-    """Stays alive as long as this does: a plugin of ColossalAI takes its process groups down when
-    it is collected, whoever still uses them."""
+    """ColossalAI's plugin, kept alive: it destroys its process groups when it is collected."""
 
     def shard(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return super().shard(plain(x), *args, **kwargs)
@@ -36,7 +35,7 @@ class PlainSequenceParallel(SequenceParallel):
 
 
 def plain(x: Tensor) -> Tensor:
-    """The same tensor, and the same place in the graph, without its subclass."""
+    """Return x as a torch.Tensor without its subclass; autograd sees the same tensor."""
     if type(x) is Tensor:
         return x
     with torch._C.DisableTorchFunctionSubclass():

@@ -1,4 +1,4 @@
-"""Which attention modules we know, and how a model that holds them is spread over ranks.
+"""The known attention modules, and how models that contain them are split over ranks.
 
 One row per attention module, not one file per model. A row of your own goes into a policy
 (`WallFacerPolicy.table`) or into `apply(..., table=...)`.
@@ -20,17 +20,17 @@ LANGUAGE_HEADS = ("ForCausalLM", "LMHeadModel")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionModule:
-    """What we need to know of one class of attention modules."""
+    """Describes one class of attention modules."""
 
     causal: bool = True
-    """Whether a token sees only earlier ones. Labels of causal models are shifted by us."""
+    """Whether a token sees only earlier tokens. WallFacer shifts the labels of causal models."""
     heads: tuple[str, ...] = ("",)
-    """How the class names of language models end; "" is any. Classifiers and the like are known."""
+    """Suffixes of class names of language models; "" allows any. Classifiers are always allowed."""
     methods: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    """Methods of the module to replace, where it asks no registry of transformers. Each is called
-    as a method of the module; `self.wallfacer` is a `wf_transformers.attention.Attention`."""
+    """Methods that replace the module's, for modules that do not use transformers' registry of
+    attention. In them `self.wallfacer` is a `wf_transformers.attention.Attention`."""
     cut: Literal["tokens", "patches"] = "tokens"
-    """What is spread: the ids before the model, or what a ViT's embeddings return."""
+    """What is split: the input ids of the model, or the output of a ViT's embeddings."""
 
 
 LANGUAGE_MODEL = AttentionModule(heads=LANGUAGE_HEADS)
@@ -47,26 +47,26 @@ TABLE: Mapping[str, AttentionModule] = MappingProxyType(
         "ViTSelfAttention": AttentionModule(causal=False, cut="patches"),
     }
 )
-"""What is known; yours beside it: {**TABLE, "OwnAttention": AttentionModule()}."""
+"""The known modules. To add yours: {**TABLE, "OwnAttention": AttentionModule()}."""
 
 
 def find(model: nn.Module, table: Mapping[str, AttentionModule]) -> AttentionModule:
-    """The row of the attention modules that `model` holds.
+    """Return the row of the attention modules in `model`.
 
-    Subclasses count as the class they come from (transformers' BertSdpaSelfAttention).
+    Subclasses have the row of their base class (transformers' BertSdpaSelfAttention).
 
     Raises:
-        ValueError: if it holds none that we know, or its head makes no row per token.
+        ValueError: if `model` contains no known attention, or has an unsupported head.
     """
     name = type(model).__name__
     bases = {base.__name__ for module in model.modules() for base in type(module).__mro__}
-    rows = [row for known, row in table.items() if known in bases]
+    rows = [row for class_name, row in table.items() if class_name in bases]
     if not rows:
-        kinds = {type(module).__name__ for module in model.modules()}
-        mine = sorted(kind for kind in kinds if kind.endswith("Attention"))
+        classes = {type(module).__name__ for module in model.modules()}
+        unknown = sorted(c for c in classes if c.endswith("Attention"))
         raise ValueError(
             f"{name} holds no attention module that is known, but "
-            f"{', '.join(mine) or 'none whose class is called ...Attention'}. Known: "
+            f"{', '.join(unknown) or 'none whose class is called ...Attention'}. Known: "
             f"{', '.join(table)}. A row of your own takes ten lines (docs/colossalai.md)"
         )
     if not name.endswith(rows[0].heads) and not head_is_over_all_rows(model):
