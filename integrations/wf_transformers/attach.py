@@ -186,7 +186,7 @@ def _check_calls(model: PreTrainedModel, handle: Handle) -> None:
                 with handle.advising():
                     handle.sp.check_same(arguments)
         if not takes_kwargs:
-            kwargs = without_documents(args, kwargs)  # and position_ids, with ALiBi
+            kwargs = without_documents(args, kwargs)  # models with ALiBi take no position_ids
             return {k: x for k, x in kwargs.items() if k != "position_ids" or k in names}
         # After a call with documents, a recomputed layer must find that this call has none
         says_none = attention.documents.used and tokens_of(arguments) is not None

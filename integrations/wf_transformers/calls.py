@@ -59,10 +59,8 @@ def wants_output(key: str, model: nn.Module, arguments: Mapping[str, Any]) -> bo
 
 
 def tokens_of(arguments: Mapping[str, Any]) -> Tensor | None:
-    """The ids (b, S) or embeddings (b, S, width) among the arguments of a call.
-
-    None for calls of encoders of images or sounds, which are not cut.
-    """
+    """The ids (b, S) or embeddings (b, S, width) among the arguments of a call, if it has any:
+    encoders of images or sounds have none, and are not cut."""
     candidates = (arguments.get(key) for key in TOKENS)
     return next((x for x in candidates if isinstance(x, Tensor)), None)
 

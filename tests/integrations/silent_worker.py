@@ -153,7 +153,7 @@ def inner_calls() -> Iterator[None]:
         patch.object(whole_batches, "inner_models", lambda _: ()),
         patch("wf_transformers.attach.inner_models", lambda _: ()),
         patch("wf_transformers.documents.Documents.check_rows", lambda *_: None),
-        patch.object(whole_batches.WholeBatchHooks, "_refuse", lambda *_: None),
+        patch.object(whole_batches.WholeBatchHooks, "_refuse_inner_call", lambda *_: None),
     ):
         yield
 

@@ -44,8 +44,7 @@ class Rows:
             valid = mask != 0 if has_mask else tokens.new_ones(self.shape, dtype=torch.bool)
             num_valid = int(valid.any(0).sum())
             self._positions = self._padded_positions(self.shape[1], tokens.device, num_valid)
-            # False at the padding that sp.shard_batch adds
-            self._valid = pad(valid, (0, self._sp.size * len(self._positions)))
+            self._valid = pad(valid, (0, self._sp.size * len(self._positions)))  # False there
 
     def unflatten(self, x: Tensor, whole: bool) -> Tensor:
         """(b S, ...), from layers that route tokens, -> (b, S, ...); other tensors as they are."""
@@ -68,8 +67,8 @@ class Rows:
         if not dims:
             return part.where(valid, 0), whole.where(valid, 0), False
         count, seqlen = part.shape[dim], whole.shape[dim]
-        is_known = len(dims) == 1
-        positions = self._positions_of_part(count, seqlen, whole.device) if is_known else None
+        one_dim = len(dims) == 1
+        positions = self._positions_of_part(count, seqlen, whole.device) if one_dim else None
         if positions is None:
             return None
         inside = (positions < seqlen).nonzero().flatten()
@@ -95,8 +94,7 @@ class Rows:
     def _valid_of(self, whole: Tensor, dim: int = 1) -> Tensor:
         """(b, 1, ..., S, 1, ...) bool: False at padding; a scalar True if `whole` is not by token.
 
-        Tokens are in dimension `dim`; samples are in the first dimension, or in the one before the
-        tokens: (3, b, S, ...).
+        Tokens are in `dim`, samples in the first dimension or the one before the tokens.
         """
         for sample_dim in (0, dim - 1) if self.shape and whole.dim() > 1 else ():
             samples, seqlen = whole.shape[sample_dim], whole.shape[dim]

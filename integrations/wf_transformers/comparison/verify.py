@@ -211,7 +211,8 @@ def _on_device(model: nn.Module, sp: SequenceParallel, can_run: bool) -> Iterato
 
 @contextmanager
 def as_before(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
-    """Inside, the model trains without checkpointing; buffers, modes, RNG and counts come back."""
+    """Inside, the model trains, without checkpointing. Afterwards its buffers and modes, the random
+    state and the byte counts are restored."""
     modes = [(module, module.training) for module in model.modules()]
     checkpointed = [module for module in model.modules() if getattr(module, ENABLED, False) is True]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]

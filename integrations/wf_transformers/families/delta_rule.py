@@ -73,8 +73,7 @@ class DeltaRule(Mixer):
     """A layer of the gated delta rule. Its gate is exchanged with q, k and v.
 
     Args:
-        projections: of hidden states: the name of a module, or names of modules that are applied
-            in order, separated by spaces -> the features of a rank's heads in the result.
+        projections: of hidden states, by the names of their modules, applied in order.
         norm, out: the names of the norm and of the output projection.
     """
 

@@ -182,20 +182,15 @@ def _media_of_rank(
     features: Sequence[int],
     token_numbers: Tensor,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The media that this rank encodes, and which of their features its tokens stand for.
+    """(arguments for the media that this rank encodes, which of their features its tokens are).
 
-    Args:
-        patches, features: the number of pixel rows and of features of every medium.
-        token_numbers: (b, s) of this rank, from `_number_tokens`.
-
-    Returns:
-        (arguments of the model, indices of the features of this rank's tokens).
+    `patches` and `features` are the numbers of pixel rows and of features of every medium,
+    `token_numbers` (b, s) are this rank's, from `_number_tokens`.
     """
     features_of_rank = token_numbers[token_numbers > 0].cpu() - 1
     medium_of_feature = _medium_of_rows(features)
-    if len(features_of_rank):
-        encoded = medium_of_feature[features_of_rank].unique()
-    else:
+    encoded = medium_of_feature[features_of_rank].unique()
+    if not len(encoded):
         encoded = torch.tensor([0])  # every rank calls the encoder; its features are not used
     values, is_encoded = media[modality.values], torch.isin(medium_of_feature, encoded)
     pixel_rows = torch.isin(_medium_of_rows(patches), encoded).to(values.device)
@@ -215,11 +210,8 @@ def _sizes(
 ) -> tuple[list[int], list[int]]:
     """The number of pixel rows and of features of every medium.
 
-    Args:
-        tokens: how many tokens stand for features.
-
     Raises:
-        ValueError: if there are more or fewer features than such tokens.
+        ValueError: if `tokens`, which stand for features, are more or fewer than these.
     """
     if modality.grid is None:
         count = len(media[modality.values])

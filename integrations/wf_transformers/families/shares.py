@@ -79,11 +79,7 @@ class SelectFeatures(nn.Module):
 
 
 def divide(name: str, count: int, size: int) -> int:
-    """count / size.
-
-    Raises:
-        NotImplementedError: if it does not divide; `name` says what is counted.
-    """
+    """count / size; NotImplementedError if it does not divide. `name` says what is counted."""
     if count % size:
         raise NotImplementedError(
             f"its {count} {name} cannot be shared by {size} ranks: take a sequence_parallel_size "

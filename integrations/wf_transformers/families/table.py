@@ -165,8 +165,7 @@ ALIBI_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "BloomModel": {"build_alibi_tensor": lambda *_, **__: None},
     }
 )
-"""Attributes for models around such modules, so that they build no (s, s) tensors of ALiBi: our
-attention gets the slopes."""
+"""Attributes for models, so that they build no (s, s) tensors of ALiBi: attention has slopes."""
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
@@ -215,11 +214,10 @@ def attribute_changes(module: Any, row: AttentionRow, attention: Attention) -> d
     Raises:
         NotImplementedError: for a variant of the module that we do not support.
     """
-    if file_uses_registry(transformers_class(module)):
-        # Without an attribute `sliding_window` only the module's masks would show its window.
+    if file_uses_registry(transformers_class(module)):  # a window may show in its masks only
         window = None if hasattr(module, "sliding_window") else row.window(module)
-        window_attribute = {"sliding_window": window} if window else {}
-        return {**window_attribute, **row.registry_attributes(module)}
+        attributes = {"sliding_window": window} if window else {}
+        return {**attributes, **row.registry_attributes(module)}
     return {
         "wallfacer": attention,
         "wallfacer_row": row,

@@ -30,10 +30,8 @@ CUSTOM_LOOP = (
 
 
 def argument_names(model: nn.Module) -> list[str]:
-    """The parameter names of a model's forward, in order.
-
-    For a wrapper with forward(*args, ...), as some of PEFT's, those of the model inside it.
-    """
+    """The parameter names of a model's forward, in order; for a wrapper with forward(*args, ...),
+    as some of PEFT's, those of the model inside it."""
     names, models = parameter_names(model), outermost(model)
     takes_any = names[:1] == ["args"] and model not in models
     return argument_names(models[0]) if takes_any and models else names

@@ -99,15 +99,16 @@ class WholeBatchHooks:
 
     def _register(self, model: nn.Module) -> None:
         if head_is_over_all_rows(model):
-            by_head = [HeadHooks(inner, self.handle).hooks for inner in outermost(model)]
-            self._hooks = tuple(hook for hooks in by_head for hook in hooks)
+            head_hooks = [HeadHooks(inner, self.handle).hooks for inner in outermost(model)]
+            self._hooks = tuple(hook for hooks in head_hooks for hook in hooks)
             return
+        inner = inner_models(model)
         self._hooks = (
             model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._after),
             model.register_forward_hook(self._leave, always_call=True),
             *(x.register_forward_hook(self._gather_logits) for x in output_embeddings(model)),
-            *(x.register_forward_pre_hook(self._refuse, prepend=True) for x in inner_models(model)),
+            *(x.register_forward_pre_hook(self._refuse_inner_call, prepend=True) for x in inner),
         )
 
     @property
@@ -186,8 +187,8 @@ class WholeBatchHooks:
         self._call = None
         self._noise.leave()
 
-    def _refuse(self, inner: nn.Module, _: Any) -> None:
-        """Refuse a direct call of an inner model: without the hooks its tokens are not cut."""
+    def _refuse_inner_call(self, inner: nn.Module, _: Any) -> None:
+        """Refuse a direct call of an inner model, whose tokens are not cut."""
         if self._call is None:
             raise NotImplementedError(
                 f"{type(inner).__name__} was called, and not the model around it that takes whole "

@@ -84,7 +84,7 @@ def _with_log_softmax(
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the running call asks for."""
+    """The options of the running call."""
 
     starts: Tensor
     """(b,) tokens of padding on the left."""
