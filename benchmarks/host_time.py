@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from measure import cores_and_load, cpu_name
-from peer_adapters import Attend, Place, lend_flash_attn, schemes_of
+from peer_adapters import Attend, Setup, add_flash_attn_stand_in, schemes_of
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    lend_flash_attn()
+    add_flash_attn_stand_in()
     print(f"torch {torch.__version__}, {cpu_name()}, {cores_and_load()}")
     print(f"Shards of {SHARD} rows, {HEADS} heads of {HEAD_DIM}, float32, causal, zigzag.")
     print("Microseconds of a step, median (least), forward and backward:\n")
@@ -77,11 +77,11 @@ def main() -> None:
 
 def report(size: int, repeats: int) -> None:
     """The rows of a job of so many ranks."""
-    place = Place(size // 2, size, size * SHARD)
+    setup = Setup(size // 2, size, size * SHARD)
     config = SequenceParallelConfig(sequence_parallel_size=size, route="ring")
-    with one_of(size, place.rank) as alone:
+    with one_of(size, setup.rank) as alone:
         ours = partial(SequenceParallel(config, alone).attention, causal=True)
-        theirs = schemes_of("ring-flash-attn", place)["zigzag ring"]().attend
+        theirs = schemes_of("ring-flash-attn", setup)["zigzag ring"]().attend
         found = {"ours: ring": ours, "ring-flash-attn: zigzag ring": theirs}
         times = take_turns([partial(once, attend, alone) for attend in found.values()], repeats)
     for name, several in zip(found, times, strict=True):

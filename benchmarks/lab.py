@@ -1,10 +1,10 @@
-"""The network lab: every scheme on every case, predicted beside measured, and the targets.
+"""The network lab: predicted and measured time of every scheme in every case, and the targets.
 
     python benchmarks/lab.py                      # all cases, then benchmarks/results/lab.md
     python benchmarks/lab.py --case 4x2-rank-4h   # one case; the report keeps the others
 
-Needs root and iproute2 (see lab_hosts.sh). Figures of every case are kept as JSON in --keep, and
-the report is made from what lies there; --phases prints a case's phases, --report runs nothing.
+Needs root and iproute2 (see lab_hosts.sh). The figures of every case are saved as JSON in --keep;
+the report is made from these files. --phases prints a case's phases, --report runs nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RESULTS = HERE / "results" / "lab.md"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Hosts x ranks, one NIC a "host" or a "rank", and what is computed on them."""
+    """Hosts x ranks, NICs (one per "host" or per "rank"), and the attention call."""
 
     hosts: int
     per_host: int
@@ -34,19 +34,20 @@ class Case:
     rate: str = "20mbit"
     seqlen: int = 4096
     documents: int = 0
-    """Median tokens of packed documents; 0 = one."""
+    """Median tokens of packed documents; 0 = one document."""
 
     @property
     def name(self) -> str:
         packed = "-packed" if self.documents else ""
         return f"{self.hosts}x{self.per_host}-{self.nics}-{self.heads}h{packed}"
 
-    def command(self, out: Path, rest: list[str]) -> list[str]:
+    def command(self, out: Path, options: list[str]) -> list[str]:
+        """The command line that runs this case and writes `out`."""
         lab = [str(HERE / "lab_hosts.sh"), str(self.hosts), str(self.per_host), self.nics]
         program = [sys.executable, str(HERE / "lab_rank.py"), "--out", str(out)]
         model = ["--heads", str(self.heads), "--seqlen", str(self.seqlen)]
         model += ["--documents", str(self.documents)]
-        return [*lab, self.rate, *program, *model, *rest]
+        return [*lab, self.rate, *program, *model, *options]
 
 
 SIZES = (4, 2), (2, 4), (4, 4)  # hosts x ranks
@@ -54,9 +55,9 @@ CASES = (
     *(Case(*size, "rank", heads=4) for size in SIZES),
     *(Case(*size, "host", heads=4, rate="60mbit") for size in SIZES),
     Case(4, 2, "rank", heads=2),
-    Case(4, 4, "rank", heads=2),  # so few that rows cross to a host once
-    Case(4, 2, "rank", heads=8, seqlen=2048),  # as many as ranks: Ulysses can run
-    Case(4, 4, "rank", heads=8, seqlen=2048),  # several for each rank, where routes stay on hosts
+    Case(4, 4, "rank", heads=2),  # few heads: auto sends a row to a host once
+    Case(4, 2, "rank", heads=8, seqlen=2048),  # as many heads as ranks: Ulysses can run
+    Case(4, 4, "rank", heads=8, seqlen=2048),  # Ulysses between hosts, routes within hosts
     *(Case(4, 2, nics, heads=4, documents=128) for nics in ("rank", "host")),
 )
 
@@ -64,16 +65,20 @@ CASES = (
 def main() -> None:
     args = parse()
     args.keep.mkdir(parents=True, exist_ok=True)
-    wanted = [case for case in CASES if not args.case or case.name in args.case]
-    for case in [] if args.report else wanted:
+    selected = [case for case in CASES if not args.case or case.name in args.case]
+    for case in [] if args.report else selected:
         print(f"{case.name}: {case.rate}, {case.seqlen} tokens", file=sys.stderr, flush=True)
         subprocess.run(
             case.command(args.keep.resolve() / f"{case.name}.json", args.rest), check=True
         )
-    found = {case.name: found for case in CASES if (found := kept(args.keep, case))}
-    for case in wanted if args.phases else []:
-        print(*phase_lines(case.name, found[case.name]), sep="\n")
-    args.out.write_text(report(found) + "\n")
+    figures: dict[str, dict[str, Any]] = {}
+    for case in CASES:
+        saved = read_figures(args.keep, case)
+        if saved is not None:
+            figures[case.name] = saved
+    for case in selected if args.phases else []:
+        print(*phase_lines(case.name, figures[case.name]), sep="\n")
+    args.out.write_text(report(figures) + "\n")
 
 
 def parse() -> argparse.Namespace:
@@ -88,8 +93,8 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def kept(folder: Path, case: Case) -> dict[str, Any] | None:
-    """The figures of a case, if it has run."""
+def read_figures(folder: Path, case: Case) -> dict[str, Any] | None:
+    """The figures of a case; None if it has not run."""
     path = folder / f"{case.name}.json"
     return json.loads(path.read_text()) if path.is_file() else None
 

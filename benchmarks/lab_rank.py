@@ -1,15 +1,16 @@
-"""One rank of the lab: measure the cluster, choose schemes, run them, predict them.
+"""One rank of the lab: measures the cluster, chooses schemes, runs them, and predicts their times.
 
     benchmarks/lab_hosts.sh 4 2 rank 40mbit python benchmarks/lab_rank.py --out case.json
 
-Every rank runs it; rank 0 writes the figures. lab.py starts it for every case. A step is a forward
-and a backward. Schemes take turns, all ranks start a step together, and its time is the slowest
-rank's. Bytes are those of the NIC's own counters, headers and acknowledgements included.
+lab.py starts it for every case, on every rank; rank 0 writes the figures. A step is a forward and a
+backward. Schemes take turns. All ranks start a step together, and its time is the slowest rank's.
+Bytes are read from the counters of the NIC, and include headers and acknowledgements.
 
-The cluster is measured once before schemes are chosen and once after every round of them. A machine
-that is shared has good and bad minutes: each field's median is what predictions go by, and those
-by the first alone stand beside them. What ran while others took more than a few per cent of the
-cores runs again, up to twice, and the calmest counts: so says /proc/stat, whatever was measured.
+The cluster is measured once before schemes are chosen and once after every round of them.
+Predictions use the median of each figure, as the speed of a shared machine varies; predictions from
+the first measurement alone are reported, too. If other virtual machines took more than a few per
+cent of the cores (steal time in /proc/stat) during a measurement, it is repeated up to twice, and
+the one with the least steal time counts.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ import torch
 import torch.distributed as dist
 from bytes import drawn_documents
 from lab_report import CALM
-from lab_schemes import Scheme, attention_of, schemes
-from lab_timeline import Timeline, phases, predicted
-from measure import cpu_name, everyones
+from lab_schemes import Scheme, make_attention, schemes
+from lab_timeline import Timeline, measured_phases, predicted_phases
+from measure import cpu_name, gather_values
 from torch import Tensor
 
 from wf_backends import launch
@@ -46,32 +47,32 @@ from wf_backends.runtime.shards import positions
 from wf_backends.schedule.layout import make_layout
 
 Step = Callable[[], tuple[Tensor, ...]]  # returns out, dq, dk, dv of this rank's rows
-TOLERANCE = 1e-4  # of float32, relative to the largest value
-TRIES = 3  # of what was not calm
-COUNTED = 64  # ranks up to which every prediction counts every message
+TOLERANCE = 1e-4  # between schemes in float32, relative to the largest value
+MAX_TRIES = 3  # of a measurement with too much steal time
+EXACT_UP_TO = 64  # ranks; up to here predictions count every message
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One step: the slowest rank's seconds, the busiest NIC's bytes one way, seconds by phase."""
+    """One step: seconds of the slowest rank, bytes of the busiest NIC in one direction, phases."""
 
     seconds: float
     nic_bytes: int
     phases: dict[str, float]
     stolen: float = 0.0
-    """The share of the cores' time that others had meanwhile."""
+    """Steal time: the share of the cores' time that went to other virtual machines."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """A topology, and the seconds that measuring it took."""
+class MeasuredCluster:
+    """A topology, and the seconds that its measurement took."""
 
     topology: Topology
     seconds: float
     stolen: float = 0.0
 
 
-Timed = TypeVar("Timed", Run, Measured)
+Timed = TypeVar("Timed", Run, MeasuredCluster)
 
 
 def main() -> None:
@@ -79,9 +80,9 @@ def main() -> None:
     torch.set_num_threads(1)
     job = launch.init()
     try:
-        found = case(args, Timeline(make_comm()))
+        figures = run_case(args, Timeline(make_comm()))
         if job.rank == 0:
-            args.out.write_text(json.dumps(found, indent=1) + "\n")
+            args.out.write_text(json.dumps(figures, indent=1) + "\n")
     finally:
         job.close()
 
@@ -99,24 +100,24 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def case(args: argparse.Namespace, comm: Timeline) -> dict[str, Any]:
+def run_case(args: argparse.Namespace, comm: Timeline) -> dict[str, Any]:
     """The figures of one case, as JSON."""
     model = Model(args.heads, args.kv_heads, args.head_dim, args.seqlen, dtype="float32")
-    workload = packed(model.workload(), args.documents)
+    workload = with_documents(model.workload(), args.documents)
     per_host = int(os.environ["LOCAL_WORLD_SIZE"])
     hosts = [f"host {rank // per_host}" for rank in range(comm.size)]
-    first = calmest(comm, lambda: measured(comm, hosts))
-    request = Request(first.topology, workload, exact_up_to=COUNTED)
-    found = [schemes(request) if comm.rank == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    assert found[0] is not None
-    compared = [s for s in found[0] if not args.only or s.name in args.only]
-    steps = [step_of(scheme, workload, comm) for scheme in compared]
-    check_same(comm, steps)
-    runs, others = take_turns(comm, steps, hosts, args.repeats)
-    clusters = [first, *others]
-    cluster = middle([one.topology for one in clusters])
-    by_middle = replace(request, topology=cluster)
+    first = with_least_steal(comm, lambda: measure_cluster(comm, hosts))
+    request = Request(first.topology, workload, exact_up_to=EXACT_UP_TO)
+    chosen = [schemes(request) if comm.rank == 0 else None]  # rank 0 chooses for all
+    dist.broadcast_object_list(chosen, src=0)
+    assert chosen[0] is not None
+    compared = [s for s in chosen[0] if not args.only or s.name in args.only]
+    steps = [make_step(scheme, workload, comm) for scheme in compared]
+    check_same_results(comm, steps)
+    runs, later = take_turns(comm, steps, hosts, args.repeats)
+    clusters = [first, *later]
+    topology = median_topology([cluster.topology for cluster in clusters])
+    median_request = replace(request, topology=topology)
     return {
         "hosts": int(os.environ["LAB_HOSTS"]),
         "ranks_per_host": per_host,
@@ -126,18 +127,18 @@ def case(args: argparse.Namespace, comm: Timeline) -> dict[str, Any]:
         "documents": len(workload.mask.cu_seqlens or ()),
         "machine": f"{cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}",
         "load": os.getloadavg()[0],
-        "topology": cluster.to_dict(),
-        "topologies": [one.topology.to_dict() for one in clusters],
-        "measured_in_s": max(one.seconds for one in clusters),
+        "topology": topology.to_dict(),
+        "topologies": [cluster.topology.to_dict() for cluster in clusters],
+        "measured_in_s": max(cluster.seconds for cluster in clusters),
         "schemes": [
-            figures(scheme, price_plan(by_middle, scheme.plan.choice), ran)
-            for scheme, ran in zip(compared, runs, strict=True)
+            scheme_figures(scheme, price_plan(median_request, scheme.plan.choice), scheme_runs)
+            for scheme, scheme_runs in zip(compared, runs, strict=True)
         ],
     }
 
 
-def packed(workload: Workload, median: int) -> Workload:
-    """The workload, cut into documents of drawn lengths if their median is given."""
+def with_documents(workload: Workload, median: int) -> Workload:
+    """The workload with packed documents of random lengths, if a median is given."""
     if not median:
         return workload
     borders = drawn_documents(workload.seqlen, median)
@@ -145,78 +146,84 @@ def packed(workload: Workload, median: int) -> Workload:
     return replace(workload, mask=mask, layout="document_zigzag")
 
 
-def calmest(comm: Timeline, work: Callable[[], Timed]) -> Timed:
-    """What `work` gives, done again where it was not calm; the calmest, on all ranks the same."""
-    found: list[Timed] = []
-    while len(found) < TRIES and (not found or found[-1].stolen > CALM):
-        before = ticks()
-        made = work()
-        taken, all_ticks = (now - then for now, then in zip(ticks(), before, strict=True))
-        share = everyones(comm, taken / max(1, all_ticks)).max().item()
-        found.append(replace(made, stolen=share))
-    return min(found, key=lambda one: one.stolen)
+def with_least_steal(comm: Timeline, work: Callable[[], Timed]) -> Timed:
+    """Repeat `work` while steal time is above CALM; the result with the least, by all ranks.
+
+    Every rank gets the same share of steal time (the largest rank's), and so the same decision.
+    """
+    results: list[Timed] = []
+    while len(results) < MAX_TRIES and (not results or results[-1].stolen > CALM):
+        steal_before, total_before = cpu_ticks()
+        result = work()
+        steal, total = cpu_ticks()
+        share = (steal - steal_before) / max(1, total - total_before)
+        largest = gather_values(comm, share).max().item()
+        results.append(replace(result, stolen=largest))
+    return min(results, key=lambda result: result.stolen)
 
 
-def measured(comm: Timeline, hosts: list[str]) -> Measured:
-    """The cluster as `bench-links` finds it."""
+def measure_cluster(comm: Timeline, hosts: list[str]) -> MeasuredCluster:
+    """Measure links and kernels as `bench-links` does."""
     start = time.perf_counter()
-    cluster = measure_topology(comm, hosts, torch.device("cpu"))
-    return Measured(cluster, time.perf_counter() - start)
+    topology = measure_topology(comm, hosts, torch.device("cpu"))
+    return MeasuredCluster(topology, time.perf_counter() - start)
 
 
-def middle(clusters: list[Topology]) -> Topology:
-    """The median of every figure."""
-    return from_dict(medians([cluster.to_dict() for cluster in clusters]))
+def median_topology(topologies: list[Topology]) -> Topology:
+    """A topology of which every figure is the median of the measured ones."""
+    return from_dict(medians([topology.to_dict() for topology in topologies]))
 
 
-def medians(words: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median of every number, in tables too; anything else as the first has it."""
-    found = dict(words[0])
-    for key, value in found.items():
-        values = [one[key] for one in words]
+def medians(tables: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median of every number, in nested tables too; other values are the first table's."""
+    result = dict(tables[0])
+    for key, value in result.items():
+        values = [table[key] for table in tables]
         if isinstance(value, dict):
-            found[key] = medians(values)
+            result[key] = medians(values)
         elif isinstance(value, int):
-            found[key] = median_low(values)
+            result[key] = median_low(values)
         elif isinstance(value, float):
-            found[key] = median(values)
-    return found
+            result[key] = median(values)
+    return result
 
 
-def ticks() -> tuple[int, int]:
-    """(what other machines had of these cores since they started, all), in ticks."""
-    words = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
-    return int(words[7]), sum(map(int, words))
+def cpu_ticks() -> tuple[int, int]:
+    """(steal time, total time) of all cores since boot, in ticks."""
+    columns = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    return int(columns[7]), sum(map(int, columns))
 
 
-def figures(scheme: Scheme, by_middle: Plan, runs: list[Run]) -> dict[str, Any]:
+def scheme_figures(scheme: Scheme, median_plan: Plan, runs: list[Run]) -> dict[str, Any]:
     """A scheme's predicted and measured figures, as JSON.
 
     Args:
-        by_middle: its plan, priced by the median of what was measured.
+        median_plan: its plan, priced on the median topology.
     """
-    cost = by_middle.cost
+    cost = median_plan.cost
     return {
         "name": scheme.name,
-        "plan": scheme.words,
+        "plan": scheme.plan_line,
         "predicted_s": cost.seconds,
         "predicted_first_s": scheme.plan.cost.seconds,
         "predicted_compute_s": cost.compute_s,
         "predicted_nic_bytes": cost.nic_bytes,
-        "predicted_phases": predicted(by_middle),
+        "predicted_phases": predicted_phases(median_plan),
         "runs": [asdict(run) for run in runs],
     }
 
 
-def step_of(scheme: Scheme, workload: Workload, comm: Timeline) -> Step:
-    """A forward and a backward on rows that are the same in every scheme."""
-    sp = attention_of(scheme.plan, workload.layout, comm)
-    borders, seqlen, shape = workload.mask.cu_seqlens, workload.seqlen, workload.shape
-    rows = len(positions(make_layout(workload.layout, comm.size, seqlen, borders)[comm.rank]))
+def make_step(scheme: Scheme, workload: Workload, comm: Timeline) -> Step:
+    """A step of a scheme; all schemes get the same q, k, v and dout on a rank."""
+    sp = make_attention(scheme.plan, workload.layout, comm)
+    borders, seqlen = workload.mask.cu_seqlens, workload.seqlen
+    shape = workload.shape
+    shard = make_layout(workload.layout, comm.size, seqlen, borders)[comm.rank]
+    rows = len(positions(shard))
     generator = torch.Generator().manual_seed(comm.rank)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
     shapes = [(shape.batch, rows, count, shape.head_dim) for count in heads]
-    q, k, v, dout = (torch.randn(shape, generator=generator) for shape in shapes)
+    q, k, v, dout = (torch.randn(size, generator=generator) for size in shapes)
     inputs = [x.requires_grad_() for x in (q, k, v)]
 
     def step() -> tuple[Tensor, ...]:
@@ -226,8 +233,8 @@ def step_of(scheme: Scheme, workload: Workload, comm: Timeline) -> Step:
     return step
 
 
-def check_same(comm: Timeline, steps: list[Step]) -> None:
-    """Run every step once, which also makes plans and buffers; all must give the same.
+def check_same_results(comm: Timeline, steps: list[Step]) -> None:
+    """Run every step once, which also makes plans and buffers; compare their results.
 
     Raises:
         RuntimeError: if they differ by more than float32's rounding.
@@ -235,24 +242,25 @@ def check_same(comm: Timeline, steps: list[Step]) -> None:
     first = steps[0]()
     for step in steps[1:]:
         for a, b in zip(first, step(), strict=True):
-            off = float((a - b).abs().max() / a.abs().max())
-            if off > TOLERANCE:
-                raise RuntimeError(f"rank {comm.rank}: schemes differ by {off:.1e}")
+            error = float((a - b).abs().max() / a.abs().max())
+            if error > TOLERANCE:
+                raise RuntimeError(f"rank {comm.rank}: schemes differ by {error:.1e}")
     sum_over_ranks(comm, torch.zeros(1))
 
 
 def take_turns(
     comm: Timeline, steps: list[Step], hosts: list[str], repeats: int
-) -> tuple[list[list[Run]], list[Measured]]:
-    """Runs of every step, a round of all of them at a time, and the cluster after each round."""
-    rounds, clusters = list[list[Run]](), list[Measured]()
+) -> tuple[list[list[Run]], list[MeasuredCluster]]:
+    """Run all steps in rounds: the runs by step, and the cluster measured after each round."""
+    rounds: list[list[Run]] = []
+    clusters: list[MeasuredCluster] = []
     for _ in range(repeats):
-        rounds.append([calmest(comm, partial(run, comm, step)) for step in steps])
-        clusters.append(calmest(comm, lambda: measured(comm, hosts)))
-    return [list(several) for several in zip(*rounds, strict=True)], clusters
+        rounds.append([with_least_steal(comm, partial(run_step, comm, step)) for step in steps])
+        clusters.append(with_least_steal(comm, lambda: measure_cluster(comm, hosts)))
+    return [list(runs) for runs in zip(*rounds, strict=True)], clusters
 
 
-def run(comm: Timeline, step: Step) -> Run:
+def run_step(comm: Timeline, step: Step) -> Run:
     """One step on all ranks."""
     sum_over_ranks(comm, torch.zeros(1))
     before = nic_counters()
@@ -260,16 +268,17 @@ def run(comm: Timeline, step: Step) -> Run:
     comm.start()
     step()
     comm.stop()
-    seconds = everyones(comm, comm.seconds).max().item()
-    moved = [after - at for after, at in zip(nic_counters(), before, strict=True)]
-    busiest = everyones(comm, max(moved)).max().item()
-    return Run(seconds, int(busiest), phases(comm))
+    seconds = gather_values(comm, comm.seconds).max().item()
+    sent_and_received = [b - a for a, b in zip(before, nic_counters(), strict=True)]
+    busiest = gather_values(comm, max(sent_and_received)).max().item()
+    return Run(seconds, int(busiest), measured_phases(comm))
 
 
 def nic_counters() -> tuple[int, int]:
     """Bytes that this rank's NIC has sent, and received."""
     folder = Path("/sys/class/net/eth0/statistics")
-    sent, received = ((folder / f"{way}_bytes").read_text() for way in ("tx", "rx"))
+    sent = (folder / "tx_bytes").read_text()
+    received = (folder / "rx_bytes").read_text()
     return int(sent), int(received)
 
 

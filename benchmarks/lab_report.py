@@ -1,4 +1,4 @@
-"""The lab's figures as Markdown, and whether the targets hold."""
+"""The report of the lab in Markdown: predicted and measured figures, and the targets."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 from lab_schemes import AGAIN, AT_ONCE, AUTO, BASELINES, RING, UNTOLD
 
-CALM = 0.04  # of the cores' time, that others may have while something is measured
-CLOSE = 0.10  # how far a prediction may be from the measured time
-NEAR_BEST = 1.05  # auto's time over that of the fastest scheme, at most
-OVER_RING, OVER_BASELINES = 2.0, 1.2  # how much faster auto should be, at least
+CALM = 0.04  # largest share of steal time of a measurement that counts
+# Targets:
+MAX_ERROR = 0.10  # of a prediction, relative to it
+MAX_SLOWDOWN = 1.05  # time of auto / time of the fastest scheme
+RING_SPEEDUP, BASELINE_SPEEDUP = 2.0, 1.2  # of auto, at least
 
 HEAD = """\
 # The network lab: predicted beside measured
@@ -43,7 +44,7 @@ busiest NIC, one way; measured ones are the NICs' counters, with headers and ack
 
 
 def report(cases: Mapping[str, dict[str, Any]]) -> str:
-    """All cases, then the targets."""
+    """The whole report: the targets, then all cases."""
     if not cases:
         return "# The network lab\n\nNothing has run."
     first = next(iter(cases.values()))
@@ -57,14 +58,15 @@ def report(cases: Mapping[str, dict[str, Any]]) -> str:
 
 
 def case_lines(name: str, case: Mapping[str, Any]) -> Iterator[str]:
-    """One case: what it is, and a row for each scheme, fastest first."""
-    model, several = case["model"], case.get("documents", 0)
-    packed = f" in {several - 1} documents" if several else ""
+    """One case: its description, and a row for each scheme, fastest first."""
+    model = case["model"]
+    num_borders = case.get("documents", 0)
+    packed = f" in {num_borders - 1} documents" if num_borders else ""
     yield f"## {name}\n"
     yield (
         f"{case['hosts']} hosts x {case['ranks_per_host']} ranks, one NIC a {case['nics']} at "
         f"{case['rate']}, {model['seqlen']} tokens{packed}, {model['heads']} heads. "
-        f"{case['machine']}, load {case['load']:.1f} before; others had {stolen(case)}. "
+        f"{case['machine']}, load {case['load']:.1f} before; others had {steal_shares(case)}. "
         f"Topology, measured {len(case['topologies'])} times in at most "
         f"{case['measured_in_s']:.1f} s: {links(case)}.\n"
     )
@@ -75,11 +77,11 @@ def case_lines(name: str, case: Mapping[str, Any]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|---|"
     schemes = sorted(case["schemes"], key=seconds)
     for scheme in schemes:
-        took, expected = seconds(scheme), scheme["predicted_s"]
+        measured, expected = seconds(scheme), scheme["predicted_s"]
         yield (
             f"| {scheme['name']} | {expected:.2f} | {scheme['predicted_compute_s']:.2f} | "
-            f"{took:.2f} | {100 * spread(scheme):.0f} % | {took / expected:.2f} | "
-            f"{took / scheme['predicted_first_s']:.2f} | "
+            f"{measured:.2f} | {100 * spread(scheme):.0f} % | {measured / expected:.2f} | "
+            f"{measured / scheme['predicted_first_s']:.2f} | "
             f"{scheme['predicted_nic_bytes'] / 1e6:.1f} | {megabytes(scheme):.1f} |"
         )
     for name in (AUTO, AGAIN, AT_ONCE, UNTOLD):
@@ -88,39 +90,39 @@ def case_lines(name: str, case: Mapping[str, Any]) -> Iterator[str]:
 
 
 def links(case: Mapping[str, Any]) -> str:
-    """What was measured of a case's cluster: medians, and between what they lie."""
+    """The measured cluster of a case: the median of each figure, and its range."""
     between, inside = ("between", "gigabits_per_s"), ("inside", "gigabits_per_s")
     (kernel, _), *_ = case["topology"]["kernels"].items()
     return (
         f"{case['topology']['nics_per_host']} NICs a host, "
-        f"{among(case, 1e3, *between)} Mbit/s and {among(case, 1, 'between', 'latency_us')} us "
-        f"between hosts, {among(case, 1, *inside)} Gbit/s and "
-        f"{among(case, 1, 'inside', 'latency_us')} us inside, {kernel} "
-        f"{among(case, 1e3, 'kernels', kernel, 'forward_tflops')} and "
-        f"{among(case, 1e3, 'kernels', kernel, 'backward_tflops')} GFLOP/s a rank"
+        f"{ranged(case, 1e3, *between)} Mbit/s and {ranged(case, 1, 'between', 'latency_us')} us "
+        f"between hosts, {ranged(case, 1, *inside)} Gbit/s and "
+        f"{ranged(case, 1, 'inside', 'latency_us')} us inside, {kernel} "
+        f"{ranged(case, 1e3, 'kernels', kernel, 'forward_tflops')} and "
+        f"{ranged(case, 1e3, 'kernels', kernel, 'backward_tflops')} GFLOP/s a rank"
     )
 
 
-def among(case: Mapping[str, Any], scale: float, *path: str) -> str:
-    """A figure of the topology: the median (the least to the largest)."""
+def ranged(case: Mapping[str, Any], scale: float, *path: str) -> str:
+    """A figure of the topology, scaled: median (minimum to maximum)."""
 
-    def at(words: Any) -> float:
+    def figure(topology: Any) -> float:
         for key in path:
-            words = words[key]
-        return scale * words
+            topology = topology[key]
+        return scale * topology
 
-    found = [at(words) for words in case["topologies"]]
-    return f"{at(case['topology']):.3g} ({min(found):.3g} to {max(found):.3g})"
+    values = [figure(topology) for topology in case["topologies"]]
+    return f"{figure(case['topology']):.3g} ({min(values):.3g} to {max(values):.3g})"
 
 
 def target_lines(cases: Mapping[str, dict[str, Any]]) -> Iterator[str]:
-    """A table of what each target's figure is in each case, and whether it holds."""
+    """A table of the targets: the figure of each case, and whether the target holds."""
     yield (
-        f"1. Every prediction within {100 * CLOSE:.0f} % of the measured time; after the comma: by "
-        f"what was measured first. 2. `auto` within "
-        f"{100 * NEAR_BEST - 100:.0f} % of the fastest scheme. Where heads are "
-        f"fewer than ranks and every rank has a NIC:\n3. `auto` at least {OVER_RING} x as fast as "
-        f"the ring, and 4. {OVER_BASELINES} x as fast as the best of USP and the double ring. "
+        f"1. Every prediction within {100 * MAX_ERROR:.0f} % of the measured time; after the "
+        f"comma: by what was measured first. 2. `auto` within "
+        f"{100 * MAX_SLOWDOWN - 100:.0f} % of the fastest scheme. Where heads are "
+        f"fewer than ranks and every rank has a NIC:\n3. `auto` at least {RING_SPEEDUP} x as fast "
+        f"as the ring, and 4. {BASELINE_SPEEDUP} x as fast as the best of USP and the double ring. "
         f"After the comma: `{AGAIN}`.\n"
     )
     yield (
@@ -134,54 +136,61 @@ def target_lines(cases: Mapping[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def verdicts(case: Mapping[str, Any]) -> list[str]:
-    """The figures of a case's targets."""
-    found = by_name(case)
-    times = {name: seconds(scheme) for name, scheme in found.items()}
-    ratios = {name: times[name] / found[name]["predicted_s"] for name in found}
-    off = max(ratios, key=lambda name: abs(ratios[name] - 1))
-    inside = sum(abs(ratio - 1) <= CLOSE for ratio in ratios.values())
-    at_first = sum(abs(times[n] / found[n]["predicted_first_s"] - 1) <= CLOSE for n in found)
+    """The cells of a case in the table of targets."""
+    schemes = by_name(case)
+    times = {name: seconds(scheme) for name, scheme in schemes.items()}
+    ratios = {name: times[name] / schemes[name]["predicted_s"] for name in schemes}
+    worst = max(ratios, key=lambda name: abs(ratios[name] - 1))
+    within = sum(abs(ratio - 1) <= MAX_ERROR for ratio in ratios.values())
+    first_ratios = [times[name] / schemes[name]["predicted_first_s"] for name in schemes]
+    first_within = sum(abs(ratio - 1) <= MAX_ERROR for ratio in first_ratios)
     best = min(times, key=times.__getitem__)
-    behind = times[AUTO] / times[best]
-    others = {name: t for name, t in times.items() if name.startswith(BASELINES)}
-    nearest = min(others, key=others.__getitem__)
-    ring, gain = (t / times[AUTO] for t in (times[RING], others[nearest]))
-    ring_again, gain_again = (t / times[AGAIN] for t in (times[RING], others[nearest]))
-    few_heads = case["model"]["heads"] < len(ranks(case))
-    counts = case["nics"] == "rank" and few_heads and not case.get("documents")
-    return [
-        f"{ratios[off]:.2f} ({off}): {holds(inside == len(ratios))}",
-        f"{inside}, {at_first} of {len(ratios)}",
-        f"{behind:.2f} ({best}): {holds(behind <= NEAR_BEST)}",
-        f"{ring:.2f}, {ring_again:.2f}" + (f": {holds(ring >= OVER_RING)}" if counts else ""),
-        f"{gain:.2f}, {gain_again:.2f} ({nearest})"
-        + (f": {holds(gain >= OVER_BASELINES)}" if counts else ""),
+    slowdown = times[AUTO] / times[best]
+    baselines = {name: time for name, time in times.items() if name.startswith(BASELINES)}
+    baseline = min(baselines, key=baselines.__getitem__)
+    ring, gain = (time / times[AUTO] for time in (times[RING], baselines[baseline]))
+    ring_again, gain_again = (time / times[AGAIN] for time in (times[RING], baselines[baseline]))
+    few_heads = case["model"]["heads"] < case["hosts"] * case["ranks_per_host"]
+    cells = [
+        f"{ratios[worst]:.2f} ({worst}): {holds(within == len(ratios))}",
+        f"{within}, {first_within} of {len(ratios)}",
+        f"{slowdown:.2f} ({best}): {holds(slowdown <= MAX_SLOWDOWN)}",
+        f"{ring:.2f}, {ring_again:.2f}",
+        f"{gain:.2f}, {gain_again:.2f} ({baseline})",
     ]
+    if case["nics"] == "rank" and few_heads and not case.get("documents"):
+        cells[3] += f": {holds(ring >= RING_SPEEDUP)}"
+        cells[4] += f": {holds(gain >= BASELINE_SPEEDUP)}"
+    return cells
 
 
 def phase_lines(name: str, case: Mapping[str, Any]) -> Iterator[str]:
-    """Where a prediction goes wrong: seconds of every phase, predicted beside measured.
+    """Predicted and measured seconds of every phase, and the difference, for each scheme.
 
-    What no message ends, such as the last step's tiles, is counted with the phase after it.
+    Work that no message follows, such as the last step's tiles, counts in the next phase.
     """
     yield f"# {name}"
     for scheme in case["schemes"]:
         median = sorted(scheme["runs"], key=lambda run: run["seconds"])[len(scheme["runs"]) // 2]
-        took, total = median["phases"], median["seconds"]
+        measured, total = median["phases"], median["seconds"]
         yield f"{scheme['name']}: {scheme['plan']}"
-        rows = together(scheme["predicted_phases"], took)
-        for label, expected, spent in [("all", scheme["predicted_s"], total), *rows]:
-            yield f"    {label:24}{expected:9.3f}{spent:9.3f}{spent - expected:9.3f}"
+        rows = align_phases(scheme["predicted_phases"], measured)
+        for label, expected, took in [("all", scheme["predicted_s"], total), *rows]:
+            yield f"    {label:24}{expected:9.3f}{took:9.3f}{took - expected:9.3f}"
 
 
-def together(
-    expected: Mapping[str, float], took: Mapping[str, float]
+def align_phases(
+    predicted: Mapping[str, float], measured: Mapping[str, float]
 ) -> Iterator[tuple[str, float, float]]:
-    """(label, predicted, measured) of the measured phases."""
-    order, waiting = iter(sorted(expected, key=in_time)), 0.0
-    left = dict(expected)
-    for label, seconds in took.items():
-        if label not in expected and label != "rest":
+    """(label, predicted, measured seconds) of the measured phases.
+
+    A predicted phase that was not measured counts in the next measured one.
+    """
+    order = iter(sorted(predicted, key=phase_order))
+    waiting = 0.0  # predicted seconds of phases that were not measured
+    left = dict(predicted)
+    for label, seconds in measured.items():
+        if label not in predicted and label != "rest":
             yield label, 0.0, seconds
             continue
         for name in order:
@@ -192,23 +201,19 @@ def together(
         waiting = 0.0
 
 
-def in_time(label: str) -> tuple[int, int, int]:
-    """Where a phase stands in a step: the agreement, the forward, the backward."""
-    way, last = label.split()[0], label.split()[-1]
-    place = ("agreement", "forward", "backward").index(way)
-    if "ulysses" in label:  # heads are traded first and last, in the backward the other way round
-        first = (last == "qkv") == (way == "forward")
-        return place, 0 if first else 9, 0
-    return place, {"gather": 1, "home": 3}.get(last, 2), int(last) if last.isdigit() else 0
+def phase_order(label: str) -> tuple[int, int, int]:
+    """Sort key of a phase within a step: the agreement, the forward, the backward."""
+    first_word, last_word = label.split()[0], label.split()[-1]
+    part = ("agreement", "forward", "backward").index(first_word)
+    if "ulysses" in label:  # forward: qkv first, out last; backward: the other way round
+        comes_first = (last_word == "qkv") == (first_word == "forward")
+        return part, 0 if comes_first else 9, 0
+    step = int(last_word) if last_word.isdigit() else 0
+    return part, {"gather": 1, "home": 3}.get(last_word, 2), step
 
 
 def by_name(case: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {scheme["name"]: scheme for scheme in case["schemes"]}
-
-
-def ranks(case: Mapping[str, Any]) -> range:
-    """The case's ranks."""
-    return range(case["hosts"] * case["ranks_per_host"])
 
 
 def seconds(scheme: Mapping[str, Any]) -> float:
@@ -221,16 +226,16 @@ def megabytes(scheme: Mapping[str, Any]) -> float:
 
 
 def spread(scheme: Mapping[str, Any]) -> float:
-    """Largest time less smallest, over the median."""
+    """(largest - smallest time) / median."""
     times = [run["seconds"] for run in scheme["runs"]]
     return (max(times) - min(times)) / seconds(scheme)
 
 
-def stolen(case: Mapping[str, Any]) -> str:
-    """What others had of the cores while the schemes ran: the median and the most."""
+def steal_shares(case: Mapping[str, Any]) -> str:
+    """Steal time while the schemes ran: the median and the maximum."""
     shares = sorted(run["stolen"] for scheme in case["schemes"] for run in scheme["runs"])
     return f"{100 * median_high(shares):.0f} % of the cores, {100 * shares[-1]:.0f} % at most"
 
 
-def holds(yes: bool) -> str:
-    return "holds" if yes else "does not hold"
+def holds(met: bool) -> str:
+    return "holds" if met else "does not hold"

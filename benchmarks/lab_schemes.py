@@ -1,9 +1,9 @@
-"""The schemes that the lab compares, as plans with their prices, and how a plan is run.
+"""The schemes that the lab compares, as priced plans, and the attention that runs a plan.
 
-A named scheme is what a config names: its parts in rank order, the same route forward and
-backward, keys walking. `auto` is the planner's own choice for the same call, in which the backward
-may find what the forward gathered still in memory. Of packed documents it is told what a call tells
-it: of which kind they are.
+A named scheme has what its config says: rank order, the same route forward and backward, keys
+walking. `auto` is the planner's choice for the same call; its backward may use what the forward
+has gathered and kept. For packed documents the planner gets what a call gives it, the kind of
+documents and not their borders.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from wf_backends.schedule.placement import divisors, in_rank_order, read_placed
 
 RING = "ring"
 AUTO = "auto"
-AGAIN = "auto, gathers again"  # in the backward, whatever the memory
-AT_ONCE = "auto, heads at once"  # where heads are traded in chunks
-READERS = "auto, to each reader"  # where rows cross to a host once
-UNTOLD = "auto, one document"  # as if nobody had told it that there are many
-BASELINES = ("USP", "double ring")  # schemes whose names begin so
+AGAIN = "auto, gathers again"  # the backward gathers, nothing is kept
+AT_ONCE = "auto, heads at once"  # without ulysses_chunks; only if auto has chosen them
+READERS = "auto, to each reader"  # without host_size; only if auto has chosen it
+UNTOLD = "auto, one document"  # planned without the document borders
+BASELINES = ("USP", "double ring")  # prefixes of scheme names
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Scheme:
     plan: Plan
 
     @property
-    def words(self) -> str:
+    def plan_line(self) -> str:
         """The plan on one line."""
         plan = self.plan.choice
         degree = f"u={plan.split} x " if plan.degree > 1 else ""
@@ -48,70 +48,72 @@ class Scheme:
 
 
 def named_plan(request: Request, degree: int, moves: str = "keys", **route: Any) -> Plan | None:
-    """The plan of a scheme with a name, priced; None where ranks or heads do not fit it."""
+    """The priced plan of a named scheme; None if it does not fit the ranks or heads."""
     if degree not in legal_degrees(request):
         return None
     try:
         placed = read_placed(route, request.topology.size // degree)
-    except ValueError:  # a team size whose square does not divide, and the like
+    except ValueError:  # such as a team size whose square does not divide the ranks
         return None
     return price_plan(request, Choice(degree, placed, placed, moves))
 
 
 def square_mesh(size: int) -> dict[str, Any]:
-    """The route of a mesh that is nearly square."""
+    """The route of the mesh that is closest to a square."""
     rows = min(divisors(size), key=lambda d: abs(d - size**0.5))
     return {"name": "mesh", "rows": rows, "cols": size // rows}
 
 
 def schemes(request: Request) -> list[Scheme]:
-    """Every named scheme that the ranks and heads allow, and `auto`, priced alike.
+    """Every named scheme that fits the ranks and heads, and `auto`, all priced by `request`.
 
     Args:
-        request: by which all are priced, message by message, with the real documents.
+        request: with the real documents; prices count every message.
     """
-    found: list[Scheme] = []
-    for name, degree, size, route in named(request):
+    result: list[Scheme] = []
+    for name, degree, size, route in named_schemes(request):
         placed = in_rank_order(route, size)
-        found.append(Scheme(name, price_plan(request, Choice(degree, placed, placed))))
-    for name, route in once(request):
+        result.append(Scheme(name, price_plan(request, Choice(degree, placed, placed))))
+    for name, route in host_size_schemes(request):
         placed = read_placed(route, request.topology.size)
         moves = "queries" if placed.keys_stay else "keys"
-        found.append(Scheme(name, price_plan(request, Choice(1, placed, placed, moves))))
-    for name, plan in answers(request):
-        found.append(Scheme(name, price_plan(request, plan.choice)))
-    return found
+        result.append(Scheme(name, price_plan(request, Choice(1, placed, placed, moves))))
+    for name, plan in auto_plans(request):
+        result.append(Scheme(name, price_plan(request, plan.choice)))
+    return result
 
 
-def answers(request: Request) -> Iterator[tuple[str, Plan]]:
-    """The planner's own choices, as an attention call gets them."""
+def auto_plans(request: Request) -> Iterator[tuple[str, Plan]]:
+    """(name, plan) of the planner's choices, as an attention call gets them."""
     mask = request.workload.mask
-    yield AGAIN, _answer(request, mask, keep_gathered=False)
-    yield AUTO, (auto := _answer(request, mask))
+    yield AGAIN, _planned(request, mask, keep_gathered=False)
+    auto = _planned(request, mask)
+    yield AUTO, auto
     if auto.choice.chunks > 1:
-        yield AT_ONCE, _answer(request, mask, ulysses_chunks=1)
-    if any(one.host_size > 1 for one in (auto.choice.forward, auto.choice.backward)):
-        yield READERS, to_each_reader(auto)
+        yield AT_ONCE, _planned(request, mask, ulysses_chunks=1)
+    if auto.choice.forward.host_size > 1 or auto.choice.backward.host_size > 1:
+        yield READERS, without_host_size(auto)
     if mask.cu_seqlens is not None:
-        yield UNTOLD, _answer(request, Mask(mask.band))
+        yield UNTOLD, _planned(request, Mask(mask.band))
 
 
-def to_each_reader(plan: Plan) -> Plan:
-    """The same plan with rows that cross to a host once for each rank that reads them."""
+def without_host_size(plan: Plan) -> Plan:
+    """The same plan, but a row is sent to each rank of a host that reads it."""
     choice = plan.choice
-    forward, backward = (replace(one, host_size=1) for one in (choice.forward, choice.backward))
+    forward = replace(choice.forward, host_size=1)
+    backward = replace(choice.backward, host_size=1)
     return replace(plan, choice=replace(choice, forward=forward, backward=backward))
 
 
-def _answer(request: Request, mask: Mask, **words: Any) -> Plan:
-    """What a call under this mask gets, where the config says no more than these words."""
-    size, work = request.topology.size, request.workload
-    words = {"keep_gathered": "auto", "layout": work.layout, **words}
-    config = SequenceParallelConfig(sequence_parallel_size=size, **words)
-    return plan_for(request_of(config, work.shape, work.seqlen, mask, request.topology))
+def _planned(request: Request, mask: Mask, **options: Any) -> Plan:
+    """The plan of a call with this mask, under a config with these options only."""
+    workload = request.workload
+    options = {"keep_gathered": "auto", "layout": workload.layout, **options}
+    config = SequenceParallelConfig(sequence_parallel_size=request.topology.size, **options)
+    return plan_for(request_of(config, workload.shape, workload.seqlen, mask, request.topology))
 
 
-def named(request: Request) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
+def named_schemes(request: Request) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
     """(name, ulysses degree, ranks of the route, route)."""
     size, per_host = request.topology.size, request.topology.ranks_per_host
     inner = [d for d in divisors(size) if 1 < d < size]
@@ -120,8 +122,8 @@ def named(request: Request) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
         yield f"double ring {per_host}", 1, size, {"name": "double_ring", "inner": per_host}
     yield "all-gather", 1, size, {"name": "all_gather"}
     for rows in inner:
-        words = {"name": "mesh", "rows": rows, "cols": size // rows}
-        yield f"mesh {rows} x {size // rows}", 1, size, words
+        route = {"name": "mesh", "rows": rows, "cols": size // rows}
+        yield f"mesh {rows} x {size // rows}", 1, size, route
     for team in inner:
         if size % team**2 == 0:
             yield f"concentric C={team}", 1, size, {"name": "concentric", "team_size": team}
@@ -132,19 +134,19 @@ def named(request: Request) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
             yield "Ulysses", degree, 1, {"name": "ring"}
 
 
-def once(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, route) of schemes on which several ranks of a host read a row that crosses once."""
+def host_size_schemes(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, route) of schemes that send a row to a host once for all ranks that read it there."""
     size, per_host = request.topology.size, request.topology.ranks_per_host
     if not 1 < per_host < size:
         return
     yield "all-gather, once", {"name": "all_gather", "host_size": per_host}
     for rows in (d for d in divisors(size) if per_host < d < size and d % per_host == 0):
-        words = {"name": "mesh", "rows": rows, "cols": size // rows, "host_size": per_host}
-        yield f"mesh {rows} x {size // rows}, once", words
+        route = {"name": "mesh", "rows": rows, "cols": size // rows, "host_size": per_host}
+        yield f"mesh {rows} x {size // rows}, once", route
 
 
-def attention_of(plan: Plan, layout: str, comm: Communicator) -> SequenceParallel:
-    """Attention by the config that names the plan."""
+def make_attention(plan: Plan, layout: str, comm: Communicator) -> SequenceParallel:
+    """The attention that runs a plan."""
     return SequenceParallel(
         SequenceParallelConfig.from_dict(plan.choice.to_config(comm.size, layout)), comm
     )

@@ -1,4 +1,4 @@
-"""When every message of a step had landed, on all ranks, beside what was predicted."""
+"""The phases of a step: when each batch of messages had arrived on all ranks, and predictions."""
 
 from __future__ import annotations
 
@@ -12,77 +12,87 @@ from wf_backends.planner import Plan
 
 
 class Timeline(Communicator):
-    """Another communicator, with the moment at which each of a step's mails had landed."""
+    """Wraps a communicator; records the time at which each batch of messages has arrived."""
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm.rank, comm.size)
-        self.inner, self.on_host = comm, comm.on_host
-        self.landed: dict[str, float] | None = None
-        """Seconds of the machine's clock by label; None between steps."""
-        self.began = self.ended = 0.0
+        self.inner = comm
+        self.on_host = comm.on_host
+        self.arrivals: dict[str, float] = {}
+        """Time of the last arrival by label, in seconds of the machine's clock."""
+        self.recording = False  # True within a step
+        self.start_time = self.stop_time = 0.0
 
     def start(self) -> None:
-        self.landed, self.began = {}, time.monotonic()
+        self.arrivals = {}
+        self.recording = True
+        self.start_time = time.monotonic()
 
     def stop(self) -> None:
-        self.ended = time.monotonic()
-        self.taken, self.landed = self.landed or {}, None
+        self.stop_time = time.monotonic()
+        self.recording = False
 
     @property
     def seconds(self) -> float:
-        return self.ended - self.began
+        return self.stop_time - self.start_time
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        return _Noted(self.inner._post(label, sends, recvs), label, self)
+        return _RecordedPending(self.inner._post(label, sends, recvs), label, self)
 
-    def note(self, label: str) -> None:
-        if self.landed is not None:
-            self.landed[label] = time.monotonic()
+    def record(self, label: str) -> None:
+        if self.recording:
+            self.arrivals[label] = time.monotonic()
 
 
-class _Noted(Pending):
+class _RecordedPending(Pending):
     def __init__(self, inner: Pending, label: str, timeline: Timeline) -> None:
-        self.inner, self.label, self.timeline = inner, label, timeline
+        self.inner = inner
+        self.label = label
+        self.timeline = timeline
 
     def wait(self) -> None:
         self.inner.wait()
-        self.timeline.note(self.label)
+        self.timeline.record(self.label)
 
     def poll(self) -> None:
         self.inner.poll()
 
 
-def phases(timeline: Timeline) -> dict[str, float]:
-    """Seconds from one label to the next, each when the slowest rank was through; then the rest.
+def measured_phases(timeline: Timeline) -> dict[str, float]:
+    """Seconds of each phase by label; a phase ends when the slowest rank has all its messages.
 
-    The clock is the machine's, so this needs all ranks on one.
+    What follows the last message is "rest". All ranks must run on one machine, as their clocks are
+    compared.
     """
-    told = (timeline.began, timeline.taken, timeline.ended)
-    ranks: list[tuple[float, dict[str, float], float]] = [told] * timeline.size
-    dist.all_gather_object(ranks, told)
-    latest: dict[str, float] = {}
-    for _, landed, _ in ranks:
-        for label, at in landed.items():
-            latest[label] = max(at, latest.get(label, at))
-    latest["rest"] = max(ended for *_, ended in ranks)
-    before, found = min(began for began, *_ in ranks), dict[str, float]()
-    for label, at in sorted(latest.items(), key=lambda item: item[1]):
-        found[label], before = at - before, at
-    return found
+    record = (timeline.start_time, timeline.arrivals, timeline.stop_time)
+    records: list[tuple[float, dict[str, float], float]] = [record] * timeline.size
+    dist.all_gather_object(records, record)
+    ends: dict[str, float] = {}
+    for _, arrivals, _ in records:
+        for label, arrival in arrivals.items():
+            ends[label] = max(arrival, ends.get(label, arrival))
+    ends["rest"] = max(stop for *_, stop in records)
+    previous = min(start for start, *_ in records)
+    phases: dict[str, float] = {}
+    for label, end in sorted(ends.items(), key=lambda item: item[1]):
+        phases[label] = end - previous
+        previous = end
+    return phases
 
 
-def predicted(plan: Plan) -> dict[str, float]:
-    """A plan's phases by the labels of their messages, as the rank sees them that ends last."""
-    found: dict[str, float] = {}
-    for one in (plan.around, plan.forward, plan.backward):
-        before, label = 0.0, ""
-        for span in sorted(one.spans, key=lambda span: span.stop):
+def predicted_phases(plan: Plan) -> dict[str, float]:
+    """Seconds of a plan's phases by label, on the rank that ends last."""
+    phases: dict[str, float] = {}
+    for part in (plan.around, plan.forward, plan.backward):
+        previous, label = 0.0, ""
+        for span in sorted(part.spans, key=lambda span: span.stop):
             label = span.label
-            if label.startswith("ulysses"):  # priced for both passes, the forward's first
+            if label.startswith("ulysses"):  # `around` has the forward's, then the backward's
                 label = f"forward {label}"
-                label = label if label not in found else label.replace("forward", "backward")
-            found[label] = found.get(label, 0.0) + span.stop - before
-            before = span.stop
-        if label:  # what the rank does not see, such as exchanges of other chunks of heads
-            found[label] += one.seconds - before
-    return found
+                if label in phases:
+                    label = label.replace("forward", "backward")
+            phases[label] = phases.get(label, 0.0) + span.stop - previous
+            previous = span.stop
+        if label:  # time without a span on this rank, such as exchanges of other chunks of heads
+            phases[label] += part.seconds - previous
+    return phases

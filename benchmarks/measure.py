@@ -101,14 +101,14 @@ def measure(comm: Counting, steps: Sequence[Callable[[], object]], repeats: int)
         for index, step in enumerate(steps):
             before = reset_peak()
             comm.take()
-            everyones(comm.inner, 0)  # all start together
+            gather_values(comm.inner, 0)  # all start together
             start = time.perf_counter()
             step()
             seconds = time.perf_counter() - start
             rest[index] = (*comm.take(), peak() - before)
-            best[index] = min(best[index], everyones(comm.inner, seconds).max().item())
+            best[index] = min(best[index], gather_values(comm.inner, seconds).max().item())
     return [
-        Measured(seconds, *(int(everyones(comm.inner, value).max()) for value in values))
+        Measured(seconds, *(int(gather_values(comm.inner, value).max()) for value in values))
         for seconds, values in zip(best, rest, strict=True)
     ]
 
@@ -119,13 +119,13 @@ def compare(comm: Counting, schemes: Sequence[Scheme], repeats: int) -> list[Mea
     Raises:
         RuntimeError: if they differ by more than float32's rounding.
     """
-    totals = torch.stack([everyones(comm.inner, scheme.step()).sum() for scheme in schemes])
+    totals = torch.stack([gather_values(comm.inner, scheme.step()).sum() for scheme in schemes])
     if (totals / totals[0] - 1).abs().max() > 1e-4:
         raise RuntimeError(f"the schemes do not compute the same: {totals.tolist()}")
     return measure(comm, [scheme.step for scheme in schemes], repeats)
 
 
-def everyones(comm: Communicator, value: float) -> Tensor:
+def gather_values(comm: Communicator, value: float) -> Tensor:
     """(P,) float64: the values of all ranks."""
     values = torch.zeros(comm.size, dtype=torch.float64)
     values[comm.rank] = value

@@ -1,21 +1,21 @@
-"""Our schemes beside other packages', the same causal attention in the same processes, in one run.
+"""Compare our schemes with those of other packages: the same causal attention, in one run.
 
     pip install ".[deepspeed,bench]"
     torchrun --nproc-per-node 4 benchmarks/peers.py
     torchrun --nproc-per-node 4 benchmarks/peers.py --tokens 8192 --only ours,DeepSpeed,torch
     torchrun --nproc-per-node 4 benchmarks/peers.py --dtype bfloat16
 
-The planner's choice beside our schemes that have a name, on one host (5 minutes each at rest; the
-last line says how far "auto" is behind the best of them):
+The planner's choice and our named schemes on one host (5 minutes each on an idle machine; the last
+line compares "auto" with the best of them):
 
     torchrun --nproc-per-node 4 benchmarks/peers.py --tokens 8192 --only ours --repeats 15
     torchrun --nproc-per-node 4 benchmarks/peers.py --tokens 8192 --only ours --repeats 15 \\
         --kv-heads 2
 
-One attention call, forward + backward, float32, gloo on CPUs, one thread a rank. Every scheme gets
-the same q, k, v, dout, and they take turns. What is not installed or does not run is named below
-the table with its error. flash-attn, which two packages import, has a stand-in on torch's CPU
-operator (flash_attn_stand_in/) where it is not installed; it is lent to this benchmark alone.
+One attention call, forward + backward, float32, gloo on CPUs, one thread per rank. All schemes get
+the same q, k, v and dout, and take turns. A scheme that is not installed or fails is listed below
+the table with its error. Two packages import flash-attn; if it is not installed, this benchmark
+uses a stand-in on torch's CPU operator (flash_attn_stand_in/).
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from statistics import mean, median
 
 import torch
 from measure import cores_and_load, cpu_name
-from peer_adapters import ADAPTERS, STAND_IN, Make, Place, lend_flash_attn, schemes_of
+from peer_adapters import ADAPTERS, STAND_IN, MakeScheme, Setup, add_flash_attn_stand_in, schemes_of
 from peer_trial import (
     Figures,
     Heads,
     RefusedError,
     Run,
     Work,
-    agree,
-    errors_of,
+    make_run,
     measure,
+    on_all_ranks,
     one_process,
-    run_of,
+    relative_errors,
 )
 
 from wf_backends import launch
 
 AUTO = "ours: auto"
-WRONG = 30  # times the rounding of the dtype
+MAX_EPS = 30  # larger relative errors, in eps of the dtype, are printed in bold
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A scheme that ran, and how wrong it was: out, dq, dk, dv."""
+    """A scheme that ran, and its relative errors of out, dq, dk and dv."""
 
     run: Run
     errors: tuple[float, ...]
@@ -63,26 +63,26 @@ def main() -> None:
     """Measure every scheme that runs, and print the table."""
     args = parse()
     torch.set_num_threads(1)
-    lend_flash_attn()
+    add_flash_attn_stand_in()
     job = launch.init("gloo", timeout=120)
     try:
         compare(args, job)
     finally:
-        job.close()  # when nothing refers to the groups any more, so that their threads end here
+        job.close()  # after the last use of the groups: their threads end here
 
 
 def compare(args: argparse.Namespace, job: launch.Launch) -> None:
     """The whole benchmark on one rank."""
-    head = heading(args, job.world_size)  # now, for the load that there is without us
-    place = Place(job.rank, job.world_size, args.tokens)
+    head = heading(args, job.world_size)  # first, as it reads the load of the machine
+    setup = Setup(job.rank, job.world_size, args.tokens)
     heads = Heads(args.heads, args.kv_heads or args.heads, args.head_dim)
-    work = Work.draw(place, heads, getattr(torch, args.dtype))
-    rows, refused = prepare(place, work, args.only.split(","))
-    baselines = [one_process(work, place, alone) for alone in (True, False)]
-    measure(baselines, 1)  # a warm-up; the schemes have had theirs
+    work = Work.draw(setup, heads, getattr(torch, args.dtype))
+    rows, refused = prepare(setup, work, args.only.split(","))
+    baselines = [one_process(work, setup, alone) for alone in (True, False)]
+    measure(baselines, 1)  # warm-up; the schemes have run in `prepare`
     figures = measure([*baselines, *(row.run for row in rows)], args.repeats)
-    if place.rank == 0:
-        text = "\n".join([*head, *table(place, work, rows, figures), *refused])
+    if setup.rank == 0:
+        text = "\n".join([*head, *table(setup, work, rows, figures), *refused])
         print(text)
         if args.out:
             with args.out.open("a") as file:
@@ -106,13 +106,13 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def prepare(place: Place, work: Work, packages: list[str]) -> tuple[list[Row], list[str]]:
-    """Make and run every scheme once; the rows that ran, and a line for each that did not."""
+def prepare(setup: Setup, work: Work, packages: list[str]) -> tuple[list[Row], list[str]]:
+    """Make and run every scheme once: the rows that ran, and a line for each that failed."""
     rows: list[Row] = []
     refused: list[str] = []
     for package in packages:
         try:
-            for name, make in agree(partial(schemes_of, package, place)).items():
+            for name, make in on_all_ranks(partial(schemes_of, package, setup)).items():
                 try:
                     rows.append(first_run(f"{package}: {name}", make, work))
                 except RefusedError as error:
@@ -122,16 +122,20 @@ def prepare(place: Place, work: Work, packages: list[str]) -> tuple[list[Row], l
     return rows, ["", "Did not run:", "", *refused] if refused else []
 
 
-def first_run(name: str, make: Make, work: Work) -> Row:
-    """Warm up, and compare with the reference; ranks agree before they meet in a collective."""
-    scheme = agree(make)
-    run = run_of(name, scheme, work)
-    found = agree(run.step)
-    return Row(run, agree(partial(errors_of, found, work, scheme.positions)))
+def first_run(name: str, make: MakeScheme, work: Work) -> Row:
+    """Run a scheme once, as a warm-up, and compare it with the reference.
+
+    After each stage the ranks agree that all have succeeded: none waits in a collective for a rank
+    that has failed.
+    """
+    scheme = on_all_ranks(make)
+    run = make_run(name, scheme, work)
+    results = on_all_ranks(run.step)
+    return Row(run, on_all_ranks(partial(relative_errors, results, work, scheme.positions)))
 
 
 def heading(args: argparse.Namespace, num_ranks: int) -> list[str]:
-    """The command, the machine and the versions."""
+    """Lines with the command, the machine and the versions."""
     flash = "the stand-in" if str(STAND_IN) in sys.path else version("flash-attn")
     names = ("deepspeed", "yunchang", "ring-flash-attn", "ring-attention-pytorch", "transformers")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
@@ -157,10 +161,10 @@ def version(package: str) -> str:
         return "not installed"
 
 
-def table(place: Place, work: Work, rows: list[Row], figures: list[list[Figures]]) -> list[str]:
-    """What one process takes, then one line per scheme."""
-    alone = median(max(one.cpu) for one in figures[0])
-    busy = median(mean(one.cpu) for one in figures[1])
+def table(setup: Setup, work: Work, rows: list[Row], figures: list[list[Figures]]) -> list[str]:
+    """The time of one process, then one line per scheme."""
+    alone = median(max(repeat.cpu) for repeat in figures[0])
+    busy = median(mean(repeat.cpu) for repeat in figures[1])
     lines = [
         f"torch's attention of the whole sequence in one process: {alone:.3f} s of CPU time while "
         f"the other ranks wait, {busy:.3f} s while all ranks do the same.",
@@ -168,41 +172,43 @@ def table(place: Place, work: Work, rows: list[Row], figures: list[list[Figures]
         "ranks. Median and, in brackets, least to most of its repeats.",
         "A unit is one rank's Q; units sent are the TCP payload that the kernel counted, mean and "
         "largest rank; beside it what the scheme says itself.",
-        f"Errors are relative norms beside float64, bold beyond {WRONG} roundings of the dtype.",
+        f"Errors are relative norms beside float64, bold beyond {MAX_EPS} roundings of the dtype.",
         "",
         "| scheme | x ideal, alone | x ideal, busy | CPU s | wall s | units sent, mean / largest "
         "| own count, largest | error out / dq / dk / dv |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    ideals = [alone / place.size, busy / place.size]
-    found = list(zip(rows, figures[2:], strict=True))
-    lines += [line(row, of_row, ideals, work) for row, of_row in found]
-    cpu = {row.run.name: busiest(of_row) for row, of_row in found}
-    return lines + beside_auto({name: median(spent) for name, spent in cpu.items()})
+    ideals = [alone / setup.size, busy / setup.size]
+    cpu_s: dict[str, float] = {}
+    for row, repeats in zip(rows, figures[2:], strict=True):
+        lines.append(line(row, repeats, ideals, work))
+        cpu_s[row.run.name] = median(busiest(repeats))
+    return lines + compare_auto(cpu_s)
 
 
-def line(row: Row, found: list[Figures], ideals: list[float], work: Work) -> str:
+def line(row: Row, repeats: list[Figures], ideals: list[float], work: Work) -> str:
     """A row of the table."""
-    unit = work.q.nbytes / len(found[0].cpu)
-    cpu, wall = busiest(found), [max(one.wall) for one in found]
-    sent, own = found[-1].sent, max(found[-1].reported)
+    unit = work.q.nbytes / len(repeats[0].cpu)
+    cpu = busiest(repeats)
+    wall = [max(repeat.wall) for repeat in repeats]
+    sent, reported = repeats[-1].sent, max(repeats[-1].reported)
     alone, busy = ([seconds / ideal for seconds in cpu] for ideal in ideals)
     cells = [row.run.name, spread(alone), f"{median(busy):.2f}", f"{median(cpu):.3f}", spread(wall)]
     cells += [f"{mean(sent) / unit:.2f} / {max(sent) / unit:.2f}"]
-    cells += [f"{own / unit:.2f}" if own else "-"]
-    cells += [" / ".join(shown(error, work.q.dtype) for error in row.errors)]
+    cells += [f"{reported / unit:.2f}" if reported else "-"]
+    cells += [" / ".join(format_error(error, work.q.dtype) for error in row.errors)]
     return f"| {' | '.join(cells)} |"
 
 
-def busiest(found: list[Figures]) -> tuple[float, ...]:
-    """CPU seconds of each repeat, of the rank with the largest median."""
-    return max(zip(*(one.cpu for one in found), strict=True), key=median)
+def busiest(repeats: list[Figures]) -> tuple[float, ...]:
+    """CPU seconds of each repeat on the rank with the largest median."""
+    return max(zip(*(repeat.cpu for repeat in repeats), strict=True), key=median)
 
 
-def beside_auto(cpu_s: dict[str, float]) -> list[str]:
-    """How far the planner's choice is behind the best of our schemes that a user could name."""
+def compare_auto(cpu_s: dict[str, float]) -> list[str]:
+    """A line that compares the planner's choice with the best of our named schemes."""
     auto = cpu_s.pop(AUTO, None)
-    ours = {name: spent for name, spent in cpu_s.items() if name.startswith("ours: ")}
+    ours = {name: seconds for name, seconds in cpu_s.items() if name.startswith("ours: ")}
     if auto is None or not ours:
         return []
     best = min(ours, key=ours.__getitem__)
@@ -213,14 +219,14 @@ def beside_auto(cpu_s: dict[str, float]) -> list[str]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median (least to most)."""
+    """Median (minimum to maximum)."""
     return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-def shown(error: float, dtype: torch.dtype) -> str:
-    """In bold where it is no rounding error."""
-    wrong = not error < WRONG * torch.finfo(dtype).eps
-    return f"**{error:.0e}**" if wrong else f"{error:.0e}"
+def format_error(error: float, dtype: torch.dtype) -> str:
+    """In bold if it is larger than rounding errors, or nan."""
+    rounding = error < MAX_EPS * torch.finfo(dtype).eps
+    return f"{error:.0e}" if rounding else f"**{error:.0e}**"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""One adapter per peer, each a module with `schemes(place)`; one protocol: `Scheme`.
+"""Adapters to other packages ("peers"): one module per package, with `schemes(setup)`.
 
-An adapter may fail to import, a scheme to be made or to run: `peers.py` reports it and goes on.
+The import of an adapter, the making of a scheme or its run may fail; `peers.py` reports the error
+and goes on.
 """
 
 from __future__ import annotations
@@ -21,38 +22,38 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """This rank, and the whole sequence."""
+class Setup:
+    """This rank, the number of ranks, and the tokens of the whole sequence."""
 
     rank: int
     size: int
     tokens: int
 
     def contiguous(self) -> Tensor:
-        """(s,) positions of this rank's rows: one range."""
+        """Positions (s,) of this rank's rows: one range."""
         return torch.arange(self.tokens).chunk(self.size)[self.rank]
 
     def zigzag(self) -> Tensor:
-        """(s,) positions of this rank's rows: chunks r and 2P-1-r."""
+        """Positions (s,) of this rank's rows: chunks r and 2P-1-r."""
         chunks = torch.arange(self.tokens).chunk(2 * self.size)
         return torch.cat([chunks[self.rank], chunks[2 * self.size - 1 - self.rank]])
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Causal attention over a sequence that is spread in the scheme's own layout."""
+    """Causal attention over a sequence that is sharded by the scheme's own layout."""
 
     positions: Tensor
     """(s,) int64: the global positions of this rank's rows, in the scheme's order."""
     attend: Attend
     """q, k, v (1, s, h, d), this rank's rows -> out (1, s, h, d), differentiable."""
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Entered around forward and backward."""
-    reported: Callable[[], int] | None = None
-    """Bytes sent since the last call, by the scheme's own count."""
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Makes the context in which forward and backward run."""
+    bytes_reported: Callable[[], int] | None = None
+    """Bytes sent since the last call of this function, by the scheme's own count."""
 
 
-Make = Callable[[], Scheme]
+MakeScheme = Callable[[], Scheme]
 STAND_IN = Path(__file__).parents[1] / "flash_attn_stand_in"
 
 ADAPTERS: Mapping[str, str] = MappingProxyType(
@@ -65,19 +66,19 @@ ADAPTERS: Mapping[str, str] = MappingProxyType(
         "ring-attention-pytorch": "ring_pytorch",
     }
 )
-"""Packages in the order of the table, and the module here that knows each."""
+"""From the name of a package, in the order of the table, to its adapter module."""
 
 
-def schemes_of(package: str, place: Place) -> Mapping[str, Make]:
-    """The schemes of one package by name, ready to be made.
+def schemes_of(package: str, setup: Setup) -> Mapping[str, MakeScheme]:
+    """Functions that make the schemes of one package, by name.
 
     Raises:
-        ImportError, or whatever the package raises on being imported.
+        ImportError, or what the import of the package raises.
     """
-    return import_module(f"peer_adapters.{ADAPTERS[package]}").schemes(place)
+    return import_module(f"peer_adapters.{ADAPTERS[package]}").schemes(setup)
 
 
-def lend_flash_attn() -> None:
-    """Let `import flash_attn` find the stand-in, unless the real one is installed."""
+def add_flash_attn_stand_in() -> None:
+    """Make `import flash_attn` find the stand-in if flash-attn is not installed."""
     if find_spec("flash_attn") is None:
         sys.path.append(str(STAND_IN))

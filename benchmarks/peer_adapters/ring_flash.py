@@ -1,4 +1,4 @@
-"""ring-flash-attn: its zigzag and its plain ring; kernels from flash-attn."""
+"""ring-flash-attn: its zigzag ring and its plain ring, with kernels of flash-attn."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from ring_flash_attn import ring_flash_attn_func, zigzag_ring_flash_attn_func
 from torch import Tensor
 
-from peer_adapters import Make, Place, Scheme
+from peer_adapters import MakeScheme, Scheme, Setup
 
 
-def schemes(place: Place) -> Mapping[str, Make]:
+def schemes(setup: Setup) -> Mapping[str, MakeScheme]:
     """Both rings on the default group."""
     return {
-        "zigzag ring": partial(make, zigzag_ring_flash_attn_func, place.zigzag()),
-        "contiguous ring": partial(make, ring_flash_attn_func, place.contiguous()),
+        "zigzag ring": partial(make, zigzag_ring_flash_attn_func, setup.zigzag()),
+        "contiguous ring": partial(make, ring_flash_attn_func, setup.contiguous()),
     }
 
 

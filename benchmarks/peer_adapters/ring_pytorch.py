@@ -9,23 +9,23 @@ import torch
 from ring_attention_pytorch import ring_flash_attn
 from torch import Tensor
 
-from peer_adapters import Make, Place, Scheme
+from peer_adapters import MakeScheme, Scheme, Setup
 
-BUCKET = 1024  # rows and keys of one block, the function's default
+BUCKET_SIZE = 1024  # rows and keys of one block, the function's default
 
 
-def schemes(place: Place) -> Mapping[str, Make]:
+def schemes(setup: Setup) -> Mapping[str, MakeScheme]:
     """Striped attention on the default group."""
-    return {"striped ring": partial(make, place)}
+    return {"striped ring": partial(make, setup)}
 
 
-def make(place: Place) -> Scheme:
-    """Its module deals tokens to buckets in turn; buckets stay in order."""
-    bucket = min(BUCKET, place.tokens // place.size)
-    dealt = torch.arange(place.tokens).view(bucket, -1).t().flatten()
+def make(setup: Setup) -> Scheme:
+    """The scheme; tokens go to the buckets in turn, as in the package's own module."""
+    bucket = min(BUCKET_SIZE, setup.tokens // setup.size)
+    order = torch.arange(setup.tokens).view(bucket, -1).t().flatten()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        words = {"ring_reduce_col": True, "striped_ring_attn": True, "ring_size": place.size}
-        return ring_flash_attn(q, k, v, causal=True, bucket_size=bucket, **words)
+        options = {"ring_reduce_col": True, "striped_ring_attn": True, "ring_size": setup.size}
+        return ring_flash_attn(q, k, v, causal=True, bucket_size=bucket, **options)
 
-    return Scheme(dealt.chunk(place.size)[place.rank], attend)
+    return Scheme(order.chunk(setup.size)[setup.rank], attend)

@@ -1,7 +1,8 @@
-"""torch's context_parallel: as shipped, and its ring around the operator for CPUs.
+"""torch's context_parallel: as it is, and its ring with the CPU operator.
 
-As shipped it knows the CUDA operators only. Its ring is a template that takes the operator as an
-argument; it is handed the CPU's here, in an autograd.Function of ours, and moves its own messages.
+As it is, it supports the CUDA operators only. Its ring is a template with the operator as an
+argument. Here an autograd.Function of ours calls the template with the CPU operator; the messages
+are torch's.
 """
 
 from __future__ import annotations
@@ -23,47 +24,47 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
     _HeadTailLoadBalancer,
 )
 
-from peer_adapters import Make, Place, Scheme
+from peer_adapters import MakeScheme, Scheme, Setup
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def schemes(place: Place) -> Mapping[str, Make]:
-    """As shipped, and both ways in which its ring turns."""
+def schemes(setup: Setup) -> Mapping[str, MakeScheme]:
+    """context_parallel as it is, and its ring with both of its rotate methods."""
     return {
-        "context_parallel": partial(as_shipped, place),
-        "context_parallel's ring, allgather": partial(around_cpu, place, "allgather"),
-        "context_parallel's ring, alltoall": partial(around_cpu, place, "alltoall"),
+        "context_parallel": partial(unchanged, setup),
+        "context_parallel's ring, allgather": partial(ring_on_cpu, setup, "allgather"),
+        "context_parallel's ring, alltoall": partial(ring_on_cpu, setup, "alltoall"),
     }
 
 
-def as_shipped(place: Place) -> Scheme:
-    """The context that replaces scaled_dot_product_attention."""
-    mesh = init_device_mesh("cpu", (place.size,))
+def unchanged(setup: Setup) -> Scheme:
+    """In its context, which replaces scaled_dot_product_attention."""
+    mesh = init_device_mesh("cpu", (setup.size,))
 
     @contextmanager
-    def around() -> Iterator[None]:
-        with context_parallel(mesh, buffers=[torch.arange(place.tokens)], buffer_seq_dims=[0]):
+    def context() -> Iterator[None]:
+        with context_parallel(mesh, buffers=[torch.arange(setup.tokens)], buffer_seq_dims=[0]):
             yield
 
-    return Scheme(positions(place), partial(torch_attention, causal=True), around)
+    return Scheme(positions(setup), partial(torch_attention, causal=True), context)
 
 
-def around_cpu(place: Place, rotate: str) -> Scheme:
-    """Its ring with the operator for CPUs."""
+def ring_on_cpu(setup: Setup, rotate: str) -> Scheme:
+    """Its ring with the CPU operator."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         set_rotate_method(rotate)
         return CpuRing.apply(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
-    return Scheme(positions(place), attend)
+    return Scheme(positions(setup), attend)
 
 
-def positions(place: Place) -> Tensor:
-    """(s,) positions of its head-tail layout."""
-    order = _HeadTailLoadBalancer(place.tokens, place.size, torch.device("cpu"))
-    return order._generate_indices().flatten().chunk(place.size)[place.rank]
+def positions(setup: Setup) -> Tensor:
+    """Positions (s,) of this rank's rows in its head-tail layout."""
+    balancer = _HeadTailLoadBalancer(setup.tokens, setup.size, torch.device("cpu"))
+    return balancer._generate_indices().flatten().chunk(setup.size)[setup.rank]
 
 
 class CpuRing(torch.autograd.Function):

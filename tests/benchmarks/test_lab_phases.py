@@ -29,15 +29,15 @@ def test_every_predicted_second_is_told_once(route) -> None:
     request = Request(topology, Workload(Shape(1, 8, 8, 64, 2), 4096, Mask(CAUSAL)))
     placed = in_rank_order(route, 4)
     plan = price_plan(request, Choice(2, placed, placed))
-    expected = lab_timeline.predicted(plan)
+    expected = lab_timeline.predicted_phases(plan)
     both = (plan.around, plan.forward, plan.backward)
     assert sum(expected.values()) == pytest.approx(sum(one.seconds for one in both))
-    order = sorted(expected, key=lab_report.in_time)
+    order = sorted(expected, key=lab_report.phase_order)
     assert order[:2] == ["agreement", "forward ulysses qkv"]
     assert order.index("forward ulysses out") + 1 == order.index("backward ulysses out")
     assert order[-2:] == ["backward home", "backward ulysses qkv"]
     took = {label: 1.0 for label in order if "gather" not in label} | {"rest": 0.5}
-    rows = list(lab_report.together(expected, took))
+    rows = list(lab_report.align_phases(expected, took))
     assert [label for label, *_ in rows] == list(took)
     assert sum(told for _, told, _ in rows) == pytest.approx(sum(expected.values()))
     assert sum(spent for *_, spent in rows) == pytest.approx(sum(took.values()))
