@@ -110,9 +110,7 @@ def connect_trainer(trainer: Trainer, words: Words, whole_logits: bool = False) 
     """Do what `connect` does for a transformers Trainer or a subclass. Call it before it trains.
 
     Args:
-        trainer: one with a `model`, not with a `model_init`.
-        words: as in `connect`.
-        whole_logits: as in `connect`; for subclasses that read the logits of training calls.
+        words, whole_logits: as in `connect`. Subclasses may need the logits of training calls.
 
     Raises:
         ValueError, NotImplementedError: as `connect`, and for a Trainer that builds a new model
@@ -155,12 +153,8 @@ def _replace_steps(trainer: Trainer, handle: Handle) -> None:
 
 
 def _refuse_accelerator(accelerator: Accelerator, allowed: Sequence[Any]) -> None:
-    """Refuse an accelerator that does not average gradients over all ranks, or that has already
-    prepared a model or a loader.
-
-    Args:
-        allowed: models that it may have prepared.
-    """
+    """Refuse an accelerator that does not average gradients over all ranks, or that has prepared a
+    loader, or a model that is not in `allowed`."""
     distributed_type = str(accelerator.distributed_type.value)
     if distributed_type == "DEEPSPEED":
         raise NotImplementedError(
@@ -174,8 +168,8 @@ def _refuse_accelerator(accelerator: Accelerator, allowed: Sequence[Any]) -> Non
     parallelism = getattr(accelerator, "parallelism_config", None)
     if parallelism is not None and parallelism.non_data_parallel_size > 1:
         raise NotImplementedError(
-            f"accelerate's own parallelism, {parallelism}, cannot be combined with WallFacer's: "
-            "leave parallelism_config out"
+            f"accelerate's parallelism beside WallFacer's, {parallelism}: leave parallelism_config "
+            "out"
         )
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if accelerator.num_processes != ranks:

@@ -105,8 +105,7 @@ def _set_generation_batch(trainer: Any, size: int, handle: Handle) -> None:
         if samples % num_generations:
             raise ValueError(
                 f"{name} = {samples} must be a multiple of num_generations = {num_generations}: "
-                "the completions of a prompt are compared with each other, so the ranks of one "
-                "sequence must have them all"
+                "the ranks of one sequence must generate all completions of a prompt"
             )
     handle.set(args, "generation_batch_size", args.generation_batch_size // size)
 
@@ -114,13 +113,8 @@ def _set_generation_batch(trainer: Any, size: int, handle: Handle) -> None:
 def _rewards_of_first_ranks(
     size: int, original: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Return the gathered rewards, with those of a sequence's first rank for all of its ranks.
-
-    A reward function may be random (an LLM as a judge) and differ between ranks.
-
-    Returns:
-        (samples of all ranks, reward functions), as `original` does.
-    """
+    """Return gathered rewards (samples of all ranks, functions): a sequence's ranks get those of
+    its first rank, since rewards may be random (an LLM as a judge)."""
     from accelerate.state import PartialState
 
     gathered = original(*args, **kwargs)

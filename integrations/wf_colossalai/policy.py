@@ -137,12 +137,11 @@ class WallFacerPolicy(Policy):
         config, stages = self.shard_config, self.pipeline_stage_manager
         splits_logits = config.enable_tensor_parallelism and config.parallel_output
         group = config.tensor_parallel_process_group if splits_logits else None
-        attach_model = partial(attach, self.model, self._sp, self.table, group, stages)
-        attach_model = self._model_words.attaching(self.model, attach_model)
+        words = self._model_words
         is_whole = stages is None and not config.enable_tensor_parallelism
-        self.handle, _ = attach_by(
-            self._model_words, self.model, self._sp, attach_model, compares=is_whole
-        )
+        attach_model = partial(attach, self.model, self._sp, self.table, group, stages)
+        attach_model = words.attaching(self.model, attach_model)
+        self.handle, _ = attach_by(words, self.model, self._sp, attach_model, compares=is_whole)
         if self._words is None and self.of_plugin is not None:
             self.of_plugin[0].undo.push(self.handle.undo)
         return self.model

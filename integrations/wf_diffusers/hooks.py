@@ -1,8 +1,7 @@
 """The hooks of one diffusers transformer: they cut its tokens over the ranks, and gather them.
 
-Every token attends to every token, so it does not matter which tokens a rank has, only how many.
-A rank gets as many tokens as the layout gives it, with text and image in the same proportion as in
-the whole sequence.
+Every token attends to every token, so a rank may have any tokens. The layout gives their number;
+text and image are in the same proportion as in the whole sequence.
 """
 
 from __future__ import annotations
@@ -63,9 +62,7 @@ class TransformerHooks:
         """Register a hook that cuts arguments of `module`; return the hook's torch handle."""
         names = parameter_names(module)
 
-        def hook(
-            _: nn.Module, args: tuple[Any, ...], kwargs: Arguments
-        ) -> tuple[tuple[()], Arguments]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
             arguments = dict(zip(names, args, strict=False)) | kwargs
             layouts = [self._layout] if cut.reuses_layout else self._layouts(cut, arguments)
             for stream, layout in zip(cut.streams, layouts, strict=True):
@@ -80,10 +77,8 @@ class TransformerHooks:
 
     def _layouts(self, cut: Cut, arguments: Arguments) -> list[Layout]:
         """Return the layout of each stream."""
-        lengths = []
-        for stream in cut.streams:
-            first_tensor = tree_leaves(_get_argument(arguments, stream[0]))[0]
-            lengths.append(first_tensor.shape[cut.dim])
+        first = [tree_leaves(_get_argument(arguments, stream[0]))[0] for stream in cut.streams]
+        lengths = [tensor.shape[cut.dim] for tensor in first]
         layouts = stream_layouts(self.sp, lengths)
         if not self.family.allows_empty_stream and any(() in layout for layout in layouts):
             raise ValueError(
