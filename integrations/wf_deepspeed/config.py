@@ -154,7 +154,7 @@ def _refuse_misspelt(config: Mapping[str, Any]) -> None:
             raise ValueError(f'"{key}" is no known key; did you mean "{KEY}"?')
 
 
-def refuse_neighbours(config: Mapping[str, Any], block: Block) -> None:
+def refuse_conflicts(config: Mapping[str, Any], block: Block) -> None:
     """Refuse DeepSpeed's keys that give wrong results or are not supported together with the block.
 
     Raises:

@@ -1,4 +1,4 @@
-"""initialize: deepspeed.initialize that understands the "wallfacer" block."""
+"""What a user calls: deepspeed.initialize that applies the "wallfacer" block."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from wf_deepspeed.config import (
     data_parallel_size,
     load_config,
     read_block,
-    refuse_neighbours,
+    refuse_conflicts,
 )
 from wf_deepspeed.handle import WallFacer
 from wf_deepspeed.mpu import Groups, NeutralMpu
-from wf_deepspeed.saving import save_whole
+from wf_deepspeed.saving import make_checkpoints_atomic
 from wf_transformers import Handle, WholeBatchHooks, attach_compared, attach_model, attach_stages
 
 Initialize = Callable[..., tuple[Any, Any, Any, Any]]
@@ -48,27 +48,27 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         ValueError, NotImplementedError: for a wrong block, batch sizes that contradict each other,
             or keys of DeepSpeed that give wrong results together with the block.
     """
-    return initialize_through(inspect.unwrap(deepspeed.initialize), args, kwargs)
+    return initialize_with(inspect.unwrap(deepspeed.initialize), args, kwargs)
 
 
-def initialize_through(
+def initialize_with(
     original: Initialize,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     whole_batches: bool = False,
 ) -> tuple[Any, Any, Any, Any]:
-    """As `initialize`, through a given function in place of deepspeed.initialize.
+    """Do what `initialize` does, with `original` instead of deepspeed.initialize.
 
     Args:
-        original: the function; args, kwargs: its arguments.
+        original: DeepSpeed's own function. args, kwargs: its arguments.
         whole_batches: whether the model will be called with whole batches that have labels.
     """
     call = inspect.signature(original).bind(*args, **kwargs)
-    config = given_config(call.arguments)
+    config = find_config(call.arguments)
     block = read_block(config)
     if block is None:
         return original(*args, **kwargs)
-    refuse_neighbours(config, block)
+    refuse_conflicts(config, block)
     _refuse_arguments(call.arguments)
     timeout = block.sequence_parallel.timeout
     start(call.arguments, timeout)
@@ -76,25 +76,26 @@ def initialize_through(
     groups = Groups.build(block.sequence_parallel.sequence_parallel_size, timeout)
     sp = SequenceParallel(block.sequence_parallel, group=groups.sequence)
     model = call.arguments["model"]
-    handle, tiled = _attach(model, sp, block, whole_batches)
+    handle, tiled_modules = _attach(model, sp, block, whole_batches)
     call.arguments["mpu"] = NeutralMpu(groups)
     with handle.removed_on_error():
-        _gather_tiled_modules(tiled, handle)
+        _gather_once_per_call(tiled_modules, handle)
         engine, optimizer, loader, scheduler = original(*call.args, **call.kwargs)
     engine.wallfacer = WallFacer(
         handle, block, groups, engine.device, engine.gradient_accumulation_steps
     )
-    save_whole(engine, engine.wallfacer)
+    make_checkpoints_atomic(engine, engine.wallfacer)
     return engine, optimizer, loader, scheduler
 
 
 def _attach(
     model: nn.Module, sp: SequenceParallel, block: Block, whole_batches: bool
 ) -> tuple[Handle, list[nn.Module]]:
-    """Attach the model; (its handle, its modules that are computed in tiles)."""
-    attach, stages = partial(attach_model, model, sp), block.dsp
-    if stages is not None:
-        attach = partial(attach_stages, model, sp, stages, block.model.verify)
+    """Attach the model; return its handle and its tiled modules."""
+    if block.dsp is None:
+        attach = partial(attach_model, model, sp)
+    else:
+        attach = partial(attach_stages, model, sp, block.dsp, block.model.verify)
     partitioned = any(hasattr(p, "ds_id") for p in model.parameters())
     return attach_compared(
         block.model,
@@ -103,26 +104,26 @@ def _attach(
         attach,
         hook=partial(WholeBatchHooks, model) if whole_batches else None,
         whole_batches=whole_batches,
-        gather=_own_parameters if partitioned else None,
-        compares=stages is None,  # with DSP it is compared in its first forward
+        gather=_gathered_parameters if partitioned else None,
+        compares=block.dsp is None,  # with DSP the first forward compares
         labelled=sp.size == 1,
     )
 
 
-def _own_parameters(module: nn.Module) -> AbstractContextManager[Any]:
-    """A context in which ZeRO 3 has gathered the module's parameters, without its children's."""
+def _gathered_parameters(module: nn.Module) -> AbstractContextManager[Any]:
+    """Inside, ZeRO 3 has gathered the module's direct parameters, not those of its children."""
     return deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)))
 
 
-def _gather_tiled_modules(tiled: list[nn.Module], handle: Handle) -> None:
-    """Have ZeRO 3 gather a tiled module's parameters once per call, and not once per tile."""
-    for module in tiled:
+def _gather_once_per_call(tiled_modules: list[nn.Module], handle: Handle) -> None:
+    """Make ZeRO 3 gather all parameters of a tiled module once per call, not once per tile."""
+    for module in tiled_modules:
         set_z3_leaf_module(module, True)
         handle.undo.callback(set_z3_leaf_module, module, False)
 
 
-def given_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration among the arguments of deepspeed.initialize; empty if there is none."""
+def find_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration in the arguments of deepspeed.initialize; {} without one."""
     config = arguments.get("config")
     if config is None:
         config = arguments.get("config_params")
@@ -159,7 +160,7 @@ def start(
         timeout: seconds that ranks wait for each other; None: DeepSpeed's own.
     """
     accelerator = get_accelerator()
-    assert accelerator is not None, "DeepSpeed always finds an accelerator, if only the CPU"
+    assert accelerator is not None, "DeepSpeed's accelerator is at least the CPU"
     if accelerator.device_name() == "cpu":
         cpu.warn_of_stale_locks(cpu.extensions_root())
     names = ("distributed_port", "dist_init_required")

@@ -1,4 +1,4 @@
-"""`engine.wallfacer`: this rank's part of a batch, its loss, and the bytes that it sent."""
+"""The class of `engine.wallfacer`: shards batches, computes losses, counts valid labels."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class WallFacer(Handle):
         """
         Args:
             attached: the handle of the engine's model.
-            accumulation: micro-batches of an optimizer step.
+            accumulation: returns the number of micro-batches of an optimizer step.
         """
-        vars(self).update(vars(attached))  # they share their state: removing one removes both
+        vars(self).update(vars(attached))  # they share one undo stack
         self.block, self.groups = block, groups
         self.averages_tokens = block.loss_average == "token"
         self._device, self._accumulation = device, accumulation
@@ -51,8 +51,8 @@ class WallFacer(Handle):
     def shard_batch(
         self, batch: Mapping[str, Any], pad_token_id: int = 0, labels_are_shifted: bool = False
     ) -> dict[str, Any]:
-        """As `Handle.shard_batch`, on the engine's device. Under "dsp" the whole batch: the model
-        takes it whole."""
+        """Move the batch to the engine's device, and do what `Handle.shard_batch` does. With "dsp"
+        the batch stays whole."""
         batch = {k: x.to(self._device) if isinstance(x, Tensor) else x for k, x in batch.items()}
         if self.block.dsp is None:
             return super().shard_batch(batch, pad_token_id, labels_are_shifted)
@@ -61,16 +61,16 @@ class WallFacer(Handle):
         return batch
 
     def loss(self, logits: Tensor, labels: Tensor, valid: Tensor | int | None = None) -> Tensor:
-        """The loss of this rank's tokens, scaled so that DeepSpeed's mean over the world is exact.
+        """Return the loss of this rank's tokens, scaled for DeepSpeed's mean over the world.
 
-        Its mean over all ranks is the loss of the whole batch; see `mean`. Under "dsp", for whole
-        logits and labels, it is their mean cross entropy, and a loss of the model's own does too.
+        The mean of this loss over all ranks is the loss of the whole batch; see `mean`. With "dsp"
+        it is the mean cross entropy of whole logits and labels; the model's own loss does as well.
 
         Args:
             logits: (b, s_local, vocabulary). labels: (b, s_local), already shifted.
-            valid: valid labels of the whole optimizer step, from `count_valid` or a batch of
-                `dataloader`. Only for "loss_average": "token", and needed there only under
-                gradient accumulation.
+            valid: number of valid labels of the whole optimizer step, from `count_valid` or a
+                batch of `dataloader`. Needed for "loss_average": "token" with gradient
+                accumulation; not used for "sequence".
 
         Returns:
             float32 scalar.
@@ -87,19 +87,19 @@ class WallFacer(Handle):
                 f"valid=, the valid labels of all {steps} micro-batches: batch['valid_labels'] of "
                 f"engine.wallfacer.dataloader, or engine.wallfacer.count_valid"
             )
-        total = self.count_valid([{"labels": labels}]) if valid is None else valid
-        share = dist.get_world_size(self.groups.world) * steps
-        return token_loss(logits, labels, total) * share
+        if valid is None:
+            valid = self.count_valid([{"labels": labels}])
+        return token_loss(logits, labels, valid) * dist.get_world_size(self.groups.world) * steps
 
     def count_valid(self, batches: Iterable[Mapping[str, Any]]) -> int:
-        """Valid labels of these sharded micro-batches over all ranks of the world."""
+        """Count the valid labels of sharded micro-batches over all ranks of the world."""
         local = sum(int(count_valid(batch["labels"])) for batch in batches)
         count = torch.tensor(local, device=self._device)
         dist.all_reduce(count, group=self.groups.world)
         return int(count)
 
     def mean(self, loss: Tensor) -> Tensor:
-        """`loss` averaged over the world, detached: the figure to log; the same on every rank."""
+        """Return the mean of `loss` over the world, detached, the same on every rank: for logs."""
         total = loss.detach().to(self._device, torch.float32, copy=True)
         dist.all_reduce(total, group=self.groups.world)
         return total / dist.get_world_size(self.groups.world)
@@ -115,10 +115,10 @@ class WallFacer(Handle):
         labels_are_shifted: bool = False,
         **options: Any,
     ) -> ShardedLoader:
-        """This rank's part of batches of `dataset`; all ranks of a group get the same batch.
+        """Return a loader of this rank's shards of batches; a group's ranks share each batch.
 
         Args:
-            dataset: map-style; its collated batches are dicts as `shard_batch` takes them.
+            dataset: map-style; its collated batches are dicts as for `shard_batch`.
             pad_token_id, labels_are_shifted: as for `shard_batch`.
             batch_size, shuffle, seed, options: as for `prepare_dataloader`.
         """
@@ -126,18 +126,18 @@ class WallFacer(Handle):
         return ShardedLoader(self, loader, pad_token_id, labels_are_shifted)
 
     def step_batches(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Sharded batches with "valid_labels" of their whole optimizer step added to each.
+        """Yield sharded batches with "valid_labels", the count of their whole optimizer step.
 
-        Looks one optimizer step ahead. An incomplete last step is dropped.
+        Reads the batches of one optimizer step ahead. An incomplete last step is dropped.
         """
         steps, iterator = self._accumulation(), iter(batches)
-        while len(group := list(islice(iterator, steps))) == steps:
-            valid = self.count_valid(group)
-            yield from (batch | {"valid_labels": valid} for batch in group)
+        while len(micro_batches := list(islice(iterator, steps))) == steps:
+            valid = self.count_valid(micro_batches)
+            yield from (batch | {"valid_labels": valid} for batch in micro_batches)
 
 
 class ShardedLoader:
-    """An iterable of this rank's parts of batches; its `sampler` has torch's `set_epoch`."""
+    """Iterates over this rank's shards of batches; its `sampler` has torch's `set_epoch`."""
 
     def __init__(self, handle: WallFacer, loader: DataLoader[Any], *arguments: Any) -> None:
         """`arguments`: those of `shard_batch` after the batch."""

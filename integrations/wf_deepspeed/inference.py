@@ -1,4 +1,4 @@
-"""init_inference: deepspeed.init_inference with "hetegen" and "autochunk" in the block."""
+"""What a user calls: deepspeed.init_inference with "hetegen" and "autochunk" in the block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class InferenceEngine:
     """A model with split weights, with the attributes and methods of DeepSpeed's own engine.
 
     Attributes:
-        module: the model; with "autochunk" the model in slices.
+        module: the model; with "autochunk" the chunked model.
         hetegen: the handle, with `plan`, `report()` and `remove()`.
     """
 
@@ -83,12 +83,12 @@ def init_inference(
             raise ValueError(f'device={device!r} is for "{KEY}.{HETEGEN}", which is not given')
         return deepspeed.init_inference(model, deepspeed_config)
     block = loaded[KEY]
-    _check(block)
+    _check_block(block)
     budget = ModelWords.split(block)[1].autochunk
     if HETEGEN not in block:
         engine = deepspeed.init_inference(model, deepspeed_config)
         if budget is not None:
-            engine.module = _in_slices(engine.module, budget, 1, budget.longest(engine.module))
+            engine.module = _chunk(engine.module, budget, 1, budget.longest(engine.module))
         return engine
     if deepspeed_config:
         raise NotImplementedError(
@@ -102,13 +102,13 @@ def init_inference(
         request = handle.plan.request
         batch = request.decode_tokens
         seqlen = budget.seqlen or request.prefill_tokens // batch
-        return InferenceEngine(_in_slices(model, budget, batch, seqlen), handle)
+        return InferenceEngine(_chunk(model, budget, batch, seqlen), handle)
     except BaseException:
         handle.remove()
         raise
 
 
-def _check(block: Any) -> None:
+def _check_block(block: Any) -> None:
     """Refuse a block that is not a mapping, or has keys that are not for inference."""
     if not isinstance(block, Mapping):
         raise ValueError(f'"{KEY}" must be a block {{...}}, got {block!r}')
@@ -136,9 +136,9 @@ def _dispatch(model: nn.Module, block: Any, device: Any) -> Handle:
     return dispatch_model(model, memory, device, **settings)
 
 
-def _in_slices(model: nn.Module, budget: TrainingBudget, batch: int, seqlen: int) -> nn.Module:
-    """The model in slices, planned for prompts (batch, seqlen)."""
+def _chunk(model: nn.Module, budget: TrainingBudget, batch: int, seqlen: int) -> nn.Module:
+    """Return the model under AutoChunk, planned for prompts of (batch, seqlen) tokens."""
     device = next(model.parameters()).device
     ids = torch.zeros(batch, seqlen, dtype=torch.int64, device=device)
-    inputs = {"input_ids": ids}  # the model makes a cache if it has one, as in generate
+    inputs = {"input_ids": ids}  # use_cache has the model's default, as in generate
     return autochunk(model.eval(), (), inputs, budget.max_memory, budget.max_slowdown)

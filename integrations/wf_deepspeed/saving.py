@@ -11,8 +11,8 @@ from wf_backends.checkpoints import find_checkpoint, saved_whole
 from wf_transformers import Handle
 
 
-def save_whole(engine: Any, handle: Handle) -> None:
-    """Have `engine` write checkpoints to a temporary folder and rename it when all ranks are done.
+def make_checkpoints_atomic(engine: Any, handle: Handle) -> None:
+    """Make `engine` write checkpoints to a temporary folder and rename it when all ranks are done.
 
     DeepSpeed writes `latest` when rank 0 is done, even if other ranks are not; a job that is killed
     then cannot resume. Loading refuses incomplete checkpoints. Only this engine is changed, until
@@ -29,21 +29,21 @@ def _save(
     tag: object = None,
     client_state: dict[str, Any] | None = None,
     save_latest: bool = True,
-    **more: Any,
+    **options: Any,
 ) -> bool:
-    """As DeepSpeedEngine.save_checkpoint."""
+    """Replace DeepSpeedEngine.save_checkpoint."""
     decoupled = engine.checkpoint_engine.is_decoupled()
     if not save_dir or decoupled or engine.use_node_local_storage():
-        return original(save_dir, tag, client_state or {}, save_latest, **more)
+        return original(save_dir, tag, client_state or {}, save_latest, **options)
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    with saved_whole(save_dir, name, save_latest) as part:
-        return original(save_dir, part.name, client_state or {}, False, **more)
+    with saved_whole(save_dir, name, save_latest) as temporary_folder:
+        return original(save_dir, temporary_folder.name, client_state or {}, False, **options)
 
 
 def _load(
-    engine: Any, original: Callable[..., Any], load_dir: str, tag: str | None = None, **more: Any
+    engine: Any, original: Callable[..., Any], load_dir: str, tag: str | None = None, **options: Any
 ) -> Any:
-    """As DeepSpeedEngine.load_checkpoint.
+    """Replace DeepSpeedEngine.load_checkpoint.
 
     Raises:
         ValueError: for a checkpoint that is incomplete, with the newest complete one.
@@ -52,4 +52,4 @@ def _load(
     has_tag = tag is not None or Path(load_dir, "latest").is_file()
     if has_tag and not universal and not engine.use_node_local_storage():
         tag = find_checkpoint(load_dir, tag).name
-    return original(load_dir, tag, **more)
+    return original(load_dir, tag, **options)

@@ -1,4 +1,4 @@
-"""Runs scripts that call deepspeed.initialize themselves; functions are replaced meanwhile.
+"""Runs scripts that call deepspeed.initialize themselves, by replacing functions while they run.
 
 Only `opened()` replaces functions: `deepspeed.initialize` (accelerate and the Hugging Face Trainer
 look it up when they call it), and the functions through which all ranks of a sequence-parallel
@@ -20,7 +20,7 @@ import deepspeed
 import torch.distributed as dist
 
 from wf_deepspeed.config import BATCH_KEYS, KEY, load_config, read_block
-from wf_deepspeed.entry import given_config, initialize_through
+from wf_deepspeed.entry import find_config, initialize_with
 from wf_transformers import (
     WholeBatchHooks,
     compared_first,
@@ -40,48 +40,49 @@ def opened() -> Iterator[None]:
         if importlib.util.find_spec("accelerate"):
             import accelerate
 
-            stack.enter_context(counted_by_group(accelerate.Accelerator, _active_size))
+            stack.enter_context(counted_by_group(accelerate.Accelerator, _sequence_parallel_size))
         yield
 
 
 def _initialize(
     stack: ExitStack, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """deepspeed.initialize with the block; the model then takes whole batches.
+    """Replace deepspeed.initialize: apply the block; the model then takes whole batches.
 
     Methods of the Hugging Face Trainer are replaced too, until `stack` closes: evaluation without
     logits, the loss, and the comparison of the first batch.
     """
     call = inspect.signature(original).bind(*args, **kwargs)
-    call.arguments.update(corrected(call.arguments))
-    engine, optimizer, loader, scheduler = initialize_through(
-        original, call.args, call.kwargs, True
+    call.arguments.update(with_group_batch_size(call.arguments))
+    engine, optimizer, loader, scheduler = initialize_with(
+        original, call.args, call.kwargs, whole_batches=True
     )
     if hasattr(engine, "wallfacer") and engine.wallfacer.block.dsp is None:
         WholeBatchHooks(engine.module, engine.wallfacer)
         if "transformers.trainer" in sys.modules:  # the script uses the Trainer
-            trainer = sys.modules["transformers.trainer"].Trainer
-            counted = functools.partial(_step_of, counted_once)
-            compared = functools.partial(_step_of, compared_first)
-            stack.enter_context(temporarily_replace(trainer, "prediction_step", loss_only))
-            if not hasattr(trainer.compute_loss, "__wrapped__"):  # by an engine before this one
-                stack.enter_context(temporarily_replace(trainer, "compute_loss", counted))
-                stack.enter_context(temporarily_replace(trainer, "training_step", compared))
+            trainer_class = sys.modules["transformers.trainer"].Trainer
+            compute_loss = functools.partial(_on_class, counted_once)
+            training_step = functools.partial(_on_class, compared_first)
+            replace = functools.partial(temporarily_replace, trainer_class)
+            stack.enter_context(replace("prediction_step", loss_only))
+            if not hasattr(trainer_class.compute_loss, "__wrapped__"):  # by an earlier engine
+                stack.enter_context(replace("compute_loss", compute_loss))
+                stack.enter_context(replace("training_step", training_step))
     return engine, optimizer, loader, scheduler
 
 
-def _step_of(step: Any, original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `step`, which replaces a method of all Trainers, with the trainer's original method."""
-    return step(trainer, functools.partial(original, trainer), *args, **kwargs)
+def _on_class(function: Any, original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `function`, which replaces a method of one Trainer, for a method of the class."""
+    return function(trainer, functools.partial(original, trainer), *args, **kwargs)
 
 
-def corrected(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of deepspeed.initialize with train_batch_size computed from groups, not ranks.
+def with_group_batch_size(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of deepspeed.initialize to replace: train_batch_size is counted by group.
 
     Trainer and accelerate fill in micro batch x accumulation x world size. Empty if the
     configuration has another train_batch_size, or no block.
     """
-    config = given_config(arguments)
+    config = find_config(arguments)
     block = read_block(config)
     if block is None or not dist.is_initialized():
         return {}
@@ -98,8 +99,8 @@ def corrected(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"args": script_args, "config": corrected_config}
 
 
-def _active_size() -> int:
-    """sequence_parallel_size of accelerate's DeepSpeed configuration; 1 without a block."""
+def _sequence_parallel_size() -> int:
+    """Read sequence_parallel_size of accelerate's DeepSpeed configuration; 1 without a block."""
     from accelerate.state import AcceleratorState
 
     plugin = AcceleratorState().deepspeed_plugin

@@ -62,10 +62,7 @@ class Attention:
 
 
 def take_over(module: Any, attention: Attention, handle: Handle) -> None:
-    """Make an attention module call `attention` where its processor calls torch's attention.
-
-    The processor's backend is set to diffusers' native one, which calls torch's attention.
-    """
+    """Make an attention module call `attention` where diffusers' native backend calls torch's."""
     if hasattr(module.processor, BACKEND):
         handle.set(module.processor, BACKEND, AttentionBackendName.NATIVE)
     original = module.forward

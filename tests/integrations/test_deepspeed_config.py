@@ -99,7 +99,7 @@ def test_a_block_that_is_no_object_is_refused() -> None:
 )
 def test_what_would_run_to_a_wrong_result_is_refused(neighbour: dict, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        blocks.refuse_neighbours(neighbour, block())
+        blocks.refuse_conflicts(neighbour, block())
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_what_would_run_to_a_wrong_result_is_refused(neighbour: dict, named: str
 )
 def test_what_we_lack_is_refused(neighbour: dict, named: str) -> None:
     with pytest.raises(NotImplementedError, match=named):
-        blocks.refuse_neighbours(neighbour, block())
+        blocks.refuse_conflicts(neighbour, block())
 
 
 def test_harmless_neighbours_pass() -> None:
@@ -128,7 +128,7 @@ def test_harmless_neighbours_pass() -> None:
         "tensor_parallel": {"autotp_size": 1},
         "compile": {"passes": ["prefetch"]},
     }
-    blocks.refuse_neighbours(config, block())
+    blocks.refuse_conflicts(config, block())
 
 
 def test_the_world_must_hold_whole_groups() -> None:

@@ -19,7 +19,7 @@ import deepspeed  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_backends.comm.threads import run_threads  # noqa: E402
-from wf_deepspeed.entry import initialize_through, start  # noqa: E402
+from wf_deepspeed.entry import initialize_with, start  # noqa: E402
 from wf_transformers import attach  # noqa: E402
 
 pytestmark = pytest.mark.deepspeed
@@ -43,30 +43,28 @@ def signature(
 def test_without_a_block_everything_is_passed_on(block: dict[str, Any]) -> None:
     config = {"train_batch_size": 3, "wall_clock_breakdown": True, "wandb": {}} | block
     given = ("arguments", "model")
-    assert initialize_through(signature, given, {"config": config}) == (*given, None, config)
+    assert initialize_with(signature, given, {"config": config}) == (*given, None, config)
 
 
 @pytest.mark.parametrize("name", ["wallfacers", "WallFacer", "wall_facer"])
 def test_a_misspelt_block_is_not_passed_over(name: str) -> None:
     with pytest.raises(ValueError, match=f'"{name}" is no known key; did you mean "wallfacer"'):
-        initialize_through(signature, (), {"config": {name: {}}})
+        initialize_with(signature, (), {"config": {name: {}}})
 
 
 def test_without_a_configuration_deepspeed_decides() -> None:
-    assert initialize_through(signature, (), {"model": 1}) == (None, 1, None, None)
+    assert initialize_with(signature, (), {"model": 1}) == (None, 1, None, None)
 
 
 @pytest.mark.parametrize("name", ["mpu", "mesh_param"])
 def test_groups_beside_the_block_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f'{name}= beside an enabled "wallfacer" block'):
-        initialize_through(
-            signature, (), {"config": CONFIG, name: (1, 2), "model": nn.Linear(1, 1)}
-        )
+        initialize_with(signature, (), {"config": CONFIG, name: (1, 2), "model": nn.Linear(1, 1)})
 
 
 def test_a_model_must_be_one() -> None:
     with pytest.raises(ValueError, match="model must be a torch.nn.Module, got .*NoneType"):
-        initialize_through(signature, (), {"config": CONFIG})
+        initialize_with(signature, (), {"config": CONFIG})
 
 
 @pytest.mark.parametrize("way", ["config", "config_params", "args"])
@@ -78,7 +76,7 @@ def test_the_block_is_found_wherever_deepspeed_finds_its_json(way: str, tmp_path
     else:
         given = {way: str(path)}
     with pytest.raises(ValueError, match="did you mean 'route'"):
-        initialize_through(signature, (), given)
+        initialize_with(signature, (), given)
 
 
 def test_the_device_is_chosen_before_groups_are_made(monkeypatch: pytest.MonkeyPatch) -> None:

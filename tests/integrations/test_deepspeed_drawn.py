@@ -55,7 +55,7 @@ def read(config: Any) -> None:
     words = blocks.load_config(config)
     block = blocks.read_block(words)
     if block is not None:
-        blocks.refuse_neighbours(words, block)
+        blocks.refuse_conflicts(words, block)
         blocks.check_batch(words, blocks.data_parallel_size(block, 8))
 
 

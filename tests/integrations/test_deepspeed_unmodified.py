@@ -253,10 +253,10 @@ def test_batch_sizes_counted_over_ranks_are_counted_over_groups(
     path.write_text(json.dumps(config))
     args = Namespace(deepspeed_config=str(path), local_rank=1)
     given = {"args": args} if name == "args" else {"args": None, name: config}
-    call = {**given, **unmodified.corrected(given)}
+    call = {**given, **unmodified.with_group_batch_size(given)}
     assert call["config" if name == "args" else name] == config | {"train_batch_size": 12}
     if name == "args":
         assert call["args"] == Namespace(deepspeed_config=None, local_rank=1)
         assert args.deepspeed_config == str(path)
     groups = config | {"train_batch_size": 12}
-    assert unmodified.corrected({"config": groups}) == {}
+    assert unmodified.with_group_batch_size({"config": groups}) == {}
