@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/autochunk.py > benchmarks/results/autochunk.md
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python benchmarks/autochunk.py --device cuda
 
-Peaks are bytes of live activations beyond weights and inputs: predicted by the plan, and seen in a
-real run. On a CPU they are seen by a tracker of storages, and times are of the CPU, in turns, so
-that other processes on the machine do not count. A GPU has other sizes, torch's allocator, events,
-and the longest lengths run within a cap.
+Peaks are bytes of live activations without weights and inputs: predicted by the plan, and measured
+in a real run. On a CPU a tracker of storages measures the peak, and times are CPU time, so that
+other processes on the machine do not count; models take turns. On a GPU the sizes are larger,
+torch's allocator and CUDA events measure, and the longest lengths run within a cap of memory.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ PARTS = {"cpu": ("models", "budgets", "longest", "gpu"), "cuda": ("models", "cap
 
 @dataclass(frozen=True)
 class Case:
-    """A model at a size: `make(size, fused)`. `by_hand` changes a model as people do by hand.
+    """A model at a size, made by `make(size, fused)`.
 
-    Budgets by name: bytes at any slowdown, or a share of the peak at most 10 % slower.
+    by_hand: functions that change the model as people do by hand, by name. budgets: by name; an int
+    is bytes (any slowdown is allowed), a float a share of the peak (at most 10 % slower).
     """
 
     name: str
@@ -116,7 +117,7 @@ def cpu_seconds(model: nn.Module, kwargs: dict[str, Any]) -> float:
 
 
 def device_seconds(model: nn.Module, kwargs: dict[str, Any]) -> float:
-    """Between two events."""
+    """Seconds between two CUDA events."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.no_grad():
         torch.cuda.synchronize()
@@ -134,18 +135,18 @@ def device_bytes(model: nn.Module, kwargs: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Meter:
-    """Bytes of a run beyond weights and inputs, its seconds, and where models are made for it."""
+    """How to measure the peak (bytes) and the seconds of a run; device and dtype of the model."""
 
     peak: Callable[[nn.Module, dict[str, Any]], int] = measured_peak
     seconds: Callable[[nn.Module, dict[str, Any]], float] = cpu_seconds
-    where: Mapping[str, Any] = field(default_factory=dict)
+    placement: Mapping[str, Any] = field(default_factory=dict)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each")
     parser.add_argument("--only", default="", help="rows whose name holds this")
-    parts = sorted({part for several in PARTS.values() for part in several})
+    parts = sorted({part for parts in PARTS.values() for part in parts})
     parser.add_argument("--parts", nargs="+", choices=parts, help=f"tables, of {PARTS}")
     parser.add_argument("--device", default="cpu", choices=PARTS)
     gpu = parser.add_argument_group("with --device cuda")
@@ -156,7 +157,7 @@ def main() -> None:
     if args.device == "cuda":
         print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
         for name in args.dtypes:
-            on_one_gpu(args, getattr(torch, name))
+            gpu_tables(args, getattr(torch, name))
         return
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {cpu_name()}, one thread; {cores_and_load()} before.")
@@ -182,8 +183,8 @@ def main() -> None:
             row(*gpu_cells(case))
 
 
-def on_one_gpu(args: argparse.Namespace, dtype: torch.dtype) -> None:
-    """The tables of a dtype; what fails is named, and the next goes on."""
+def gpu_tables(args: argparse.Namespace, dtype: torch.dtype) -> None:
+    """Print the tables of a dtype; a row that fails prints its traceback."""
     meter = Meter(device_bytes, device_seconds, {"device": "cuda", "dtype": dtype})
     start = time.perf_counter()
     rates = measure_rates(torch.device("cuda"), dtype)
@@ -196,8 +197,8 @@ def on_one_gpu(args: argparse.Namespace, dtype: torch.dtype) -> None:
     if "capped" in args.parts:
         print(f"\nWithin {args.cap:g} GB, weights and inputs included:")
         table(CAP_HEAD)
-        for one in (c for c in CAPPED if args.only in c.name):
-            attempt(partial(capped_rows, one, dtype, int(args.cap * 1e9), rates, row))
+        for capped in (c for c in CAPPED if args.only in c.name):
+            attempt(partial(capped_rows, capped, dtype, int(args.cap * 1e9), rates, row))
 
 
 def table(head: tuple[str, ...]) -> None:
@@ -209,8 +210,8 @@ def row(*cells: object) -> None:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model as it is, beside which others are measured."""
+class Baseline:
+    """An unchanged model, with which changed ones are compared."""
 
     names: tuple[str, str]
     model: nn.Module
@@ -221,47 +222,54 @@ class Subject:
 
 
 def rows(case: Case, fused: bool, meter: Meter, repeats: int) -> None:
-    """The model as it is, chunked to each of its budgets, and changed by hand."""
-    model, kwargs = made(case.make, case.size, fused, **meter.where)
+    """Print rows of the model as it is, chunked to each budget, and changed by hand."""
+    model, kwargs = made(case.make, case.size, fused, **meter.placement)
     names = case.name, "fused" if fused else "eager"
-    subject = Subject(names, model, kwargs, meter.peak(model, kwargs), meter, repeats)
+    baseline = Baseline(names, model, kwargs, meter.peak(model, kwargs), meter, repeats)
     unchunked = unchunked_peak(model, (), kwargs)
-    row(*names, "as it is", mib(unchunked), mib(subject.peak), *[""] * 5)
+    row(*names, "as it is", mib(unchunked), mib(baseline.peak), *[""] * 5)
     for how, memory in case.budgets.items():
         start = time.process_time()
+        max_slowdown = ANY if isinstance(memory, int) else 0.1
         try:
-            chunked = autochunk(model, (), kwargs, memory, ANY if isinstance(memory, int) else 0.1)
+            chunked = autochunk(model, (), kwargs, memory, max_slowdown)
         except BudgetError:
             row(*names, how, "no plan fits", *[""] * 6)
             continue
-        plan, took = chunked.plan, time.process_time() - start
-        report(subject, how, chunked, (mib(plan.peak), f"{plan.slowdown:+.1%}", f"{took:.1f}"))
+        search_s = time.process_time() - start
+        plan = chunked.plan
+        predicted = (mib(plan.peak), f"{plan.slowdown:+.1%}", f"{search_s:.1f}")
+        report(baseline, how, chunked, predicted)
     for how, change in case.by_hand.items():
-        other, _ = made(case.make, case.size, fused, **meter.where)
-        change(other)
-        report(subject, how, other, ("", "", ""))
+        changed, _ = made(case.make, case.size, fused, **meter.placement)
+        change(changed)
+        report(baseline, how, changed, ("", "", ""))
 
 
-def report(one: Subject, how: str, other: nn.Module, predicted: tuple[str, str, str]) -> None:
-    """A row about `other`, beside the model."""
-    peak = one.meter.peak(other, one.kwargs)
-    measured = mib(peak), f"{1 - peak / one.peak:.0%}"
-    slower, off = slowdown(one, other), difference(one, other)
-    found = predicted[1], f"{slower:+.1%}", f"{off:.1g}", predicted[2]
-    row(*one.names, how, predicted[0], *measured, *found)
+def report(baseline: Baseline, how: str, other: nn.Module, predicted: tuple[str, str, str]) -> None:
+    """Print a row about `other`, compared with the baseline.
+
+    Args:
+        predicted: peak in MiB, slowdown, seconds of the search.
+    """
+    peak = baseline.meter.peak(other, baseline.kwargs)
+    predicted_peak, predicted_slowdown, search_s = predicted
+    cells = [predicted_peak, mib(peak), f"{1 - peak / baseline.peak:.0%}", predicted_slowdown]
+    cells += [f"{slowdown(baseline, other):+.1%}", f"{difference(baseline, other):.1g}", search_s]
+    row(*baseline.names, how, *cells)
 
 
-def slowdown(one: Subject, other: nn.Module) -> float:
-    """The median of turns: the time that `other` takes more than the model, as a share."""
-    seconds: Callable[[nn.Module], float] = partial(one.meter.seconds, kwargs=one.kwargs)
-    turns = [(seconds(one.model), seconds(other)) for _ in range(one.repeats + 1)]
+def slowdown(baseline: Baseline, other: nn.Module) -> float:
+    """Time of `other` / time of the baseline - 1, the median over alternating runs."""
+    seconds: Callable[[nn.Module], float] = partial(baseline.meter.seconds, kwargs=baseline.kwargs)
+    turns = [(seconds(baseline.model), seconds(other)) for _ in range(baseline.repeats + 1)]
     return median(b / a for a, b in turns[1:]) - 1
 
 
-def difference(one: Subject, other: nn.Module) -> float:
-    """The largest difference of outputs, as a share of the largest value."""
+def difference(baseline: Baseline, other: nn.Module) -> float:
+    """The largest difference of outputs, relative to the largest value."""
     with torch.no_grad():
-        pairs = zip(*(tensors(x(**one.kwargs)) for x in (other, one.model)), strict=True)
+        pairs = zip(*(tensors(x(**baseline.kwargs)) for x in (other, baseline.model)), strict=True)
         return max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
 
 

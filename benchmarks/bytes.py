@@ -1,10 +1,10 @@
-"""Bytes that a rank sends for one attention layer, forward + backward, counted as they are sent.
+"""Count the bytes that a rank sends for one attention layer, forward + backward.
 
     python benchmarks/bytes.py --ranks 8
 
-In units of one rank's Q, the mean over the ranks; all ranks run as threads of this process, so that
-no network is needed. "-": the heads cannot be divided like that. Documents are of drawn lengths
-(log-normal, half a shard in the middle), packed without padding.
+In units of one rank's Q, mean of the ranks. All ranks run as threads of this process, without a
+network. "-": the heads do not divide by the ranks. Documents have random lengths (log-normal,
+median half a shard) and are packed without padding.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator, run_threads
 
-ROWS, HEADS, HEAD_DIM = 64, 8, 16
+ROWS, HEADS, HEAD_DIM = 64, 8, 16  # rows of a rank
 
 
 @dataclass(frozen=True)
 class Case:
-    """A column: what attention is asked for, beside the scheme."""
+    """A column of the table: arguments of the attention call, heads and layout."""
 
     name: str
-    asked: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     kv_heads: int = HEADS
     layout: str = "zigzag"
 
@@ -42,10 +42,10 @@ HEAD_CASES = (
 )
 
 
-def near_cases(size: int) -> tuple[Case, ...]:
-    """Masks under which most pairs of shards have nothing to do with each other."""
+def sparse_cases(size: int) -> tuple[Case, ...]:
+    """Cases whose masks hide most pairs of shards."""
     window = {"causal": True, "window_size": (ROWS, 0)}
-    packed = {"causal": True, "cu_seqlens": drawn_documents(size * ROWS, ROWS / 2)}
+    packed = {"causal": True, "cu_seqlens": random_documents(size * ROWS, ROWS / 2)}
     return (
         Case("window, contiguous", window, layout="contiguous"),
         Case("window, zigzag", window),
@@ -55,17 +55,17 @@ def near_cases(size: int) -> tuple[Case, ...]:
     )
 
 
-def drawn_documents(tokens: int, median: float, seed: int = 0) -> tuple[int, ...]:
-    """Borders of packed documents of log-normal lengths (sigma = 1), the same in every run."""
-    draw = random.Random(seed)
-    lengths = (1 + int(draw.lognormvariate(0, 1) * median) for _ in range(tokens))
+def random_documents(tokens: int, median: float, seed: int = 0) -> tuple[int, ...]:
+    """Borders (cu_seqlens) of packed documents of log-normal lengths (sigma = 1)."""
+    generator = random.Random(seed)
+    lengths = (1 + int(generator.lognormvariate(0, 1) * median) for _ in range(tokens))
     borders = (border for border in accumulate(lengths) if border < tokens)
     return (0, *borders, tokens)
 
 
 def named_points(size: int) -> dict[str, dict[str, Any]]:
-    """The schemes with names that fit `size` ranks, as configurations."""
-    points: dict[str, dict[str, Any]] = {
+    """Configurations of the named schemes that fit `size` ranks."""
+    schemes: dict[str, dict[str, Any]] = {
         "Ring Attention": {"route": "ring"},
         "all-gather (LSS)": {"route": "all_gather"},
         "Ulysses": {"route": "ring", "ulysses_degree": size},
@@ -74,39 +74,40 @@ def named_points(size: int) -> dict[str, dict[str, Any]]:
     for team in (2, 4):
         if size % team**2 == 0:
             route = {"name": "concentric", "team_size": team}
-            points[f"WallFacer / StarTrail, C = {team}"] = {"route": route}
+            schemes[f"WallFacer / StarTrail, C = {team}"] = {"route": route}
     for rows in (r for r in (2, 4, 8) if size % r == 0 and r < size):
         route = {"name": "mesh", "rows": rows, "cols": size // rows}
-        points[f"mesh {rows} x {size // rows}"] = {"route": route}
-    return points
+        schemes[f"mesh {rows} x {size // rows}"] = {"route": route}
+    return schemes
 
 
-def units_sent(size: int, words: dict[str, Any], case: Case) -> float:
-    """Units per rank, forward + backward, as the communicators counted them."""
-    words = {"sequence_parallel_size": size, "layout": case.layout, **words}
-    config = SequenceParallelConfig.from_dict(words)
+def units_sent(size: int, options: dict[str, Any], case: Case) -> float:
+    """Units sent per rank, forward + backward, as the communicators count them."""
+    options = {"sequence_parallel_size": size, "layout": case.layout, **options}
+    config = SequenceParallelConfig.from_dict(options)
 
     def one_rank(comm: Communicator) -> int:
-        sp, kv_heads = SequenceParallel(config, comm), case.kv_heads
-        whole = (torch.randn(1, size * ROWS, n, HEAD_DIM) for n in (HEADS, kv_heads, kv_heads))
-        borders = case.asked.get("cu_seqlens")
+        sp = SequenceParallel(config, comm)
+        head_counts = (HEADS, case.kv_heads, case.kv_heads)
+        whole = (torch.randn(1, size * ROWS, heads, HEAD_DIM) for heads in head_counts)
+        borders = case.arguments.get("cu_seqlens")
         q, k, v = (sp.shard(x, dim=1, cu_seqlens=borders).requires_grad_() for x in whole)
-        sp.attention(q, k, v, **case.asked).sum().backward()
+        sp.attention(q, k, v, **case.arguments).sum().backward()
         return sum(sp.report().values())
 
-    unit = ROWS * HEADS * HEAD_DIM * 4
+    unit = ROWS * HEADS * HEAD_DIM * 4  # bytes
     return sum(run_threads(size, one_rank)) / size / unit
 
 
 def print_table(size: int, cases: tuple[Case, ...]) -> None:
-    """Every scheme that fits, one a row."""
+    """Print a row for every scheme that fits."""
     print(f"| scheme | {' | '.join(case.name for case in cases)} |")
     print("|---" * (1 + len(cases)) + "|")
-    for name, words in named_points(size).items():
+    for name, options in named_points(size).items():
         cells = []
         for case in cases:
             try:
-                cells.append(f"{units_sent(size, words, case):.1f}")
+                cells.append(f"{units_sent(size, options, case):.1f}")
             except ValueError:
                 cells.append("-")
         print(f"| {name} | " + " | ".join(cells) + " |")
@@ -120,7 +121,7 @@ def main() -> None:
     print(f"{size} ranks, {HEADS} heads of {HEAD_DIM}, float32, zigzag; torch {torch.__version__}")
     print_table(size, HEAD_CASES)
     print(f"\nA causal window of a shard ({ROWS} tokens), and packed documents, causal")
-    print_table(size, near_cases(size))
+    print_table(size, sparse_cases(size))
 
 
 if __name__ == "__main__":

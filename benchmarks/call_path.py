@@ -1,8 +1,8 @@
-"""How much of our own code one attention call goes through: files, functions, calls.
+"""Count the files, functions and calls of `wf_backends` in one attention call.
 
-One process plays one rank of 8, in teams of 2 (see host_time.py). A call counts whenever Python
-enters a function of `wf_backends`, and whenever a generator of ours goes on. Code of torch counts
-nowhere. The counts are the same in every run.
+One process acts as one rank of 8, in teams of 2 (see host_time.py). A call is counted whenever
+Python enters a function of `wf_backends` or resumes one of its generators; code of torch is not
+counted. The counts are the same in every run.
 
     python benchmarks/call_path.py
 """
@@ -20,20 +20,20 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from host_time import one_of
+from host_time import fake_job
 from measure import cpu_name
 
 import wf_backends
 from wf_backends import SequenceParallel, SequenceParallelConfig
 
-RANK, SIZE, SHARD, HEADS, HEAD_DIM = 3, 8, 16, 4, 16
+RANK, SIZE, SHARD_ROWS, HEADS, HEAD_DIM = 3, 8, 16, 4, 16
 ROUTE = {"name": "concentric", "team_size": 2}
-OURS = str(Path(wf_backends.__file__).parent)
+PACKAGE = str(Path(wf_backends.__file__).parent)
 
 
 @dataclass(frozen=True)
 class CallPath:
-    """The functions of ours that a piece of work went through, and how often each was entered."""
+    """How often each function of `wf_backends` was entered."""
 
     entered: Mapping[CodeType, int]
 
@@ -53,32 +53,32 @@ class CallPath:
         return f"{self.files} | {self.functions} | {self.calls}"
 
 
-def followed(work: Callable[[], Any]) -> tuple[Any, CallPath]:
-    """What the work gives, and its path."""
+def traced(work: Callable[[], Any]) -> tuple[Any, CallPath]:
+    """The result of `work`, and its call path."""
     entered = Counter[CodeType]()
 
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+    def count_call(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             entered[frame.f_code] += 1
 
-    sys.setprofile(note)
+    sys.setprofile(count_call)
     try:
-        found = work()
+        result = work()
     finally:
         sys.setprofile(None)
-    return found, CallPath(entered)
+    return result, CallPath(entered)
 
 
 def paths(causal: bool) -> dict[str, CallPath]:
-    """Those of a first forward, and of a later forward and its backward."""
-    words = {"sequence_parallel_size": SIZE, "route": ROUTE}
-    with one_of(SIZE, RANK) as alone:
-        sp = SequenceParallel(SequenceParallelConfig.from_dict(words), alone)
-        x = torch.zeros(1, SHARD, HEADS, HEAD_DIM, requires_grad=True)
-        out, first = followed(lambda: sp.attention(x, x, x, causal=causal))
+    """Call paths of a first forward, and of a later (warm) forward and its backward."""
+    options = {"sequence_parallel_size": SIZE, "route": ROUTE}
+    with fake_job(SIZE, RANK) as comm:
+        sp = SequenceParallel(SequenceParallelConfig.from_dict(options), comm)
+        x = torch.zeros(1, SHARD_ROWS, HEADS, HEAD_DIM, requires_grad=True)
+        out, first = traced(lambda: sp.attention(x, x, x, causal=causal))
         out.backward(torch.zeros_like(out))
-        out, warm = followed(lambda: sp.attention(x, x, x, causal=causal))
-        _, backward = followed(lambda: out.backward(torch.zeros_like(out)))
+        out, warm = traced(lambda: sp.attention(x, x, x, causal=causal))
+        _, backward = traced(lambda: out.backward(torch.zeros_like(out)))
     return {"first forward": first, "warm forward": warm, "backward": backward}
 
 
@@ -88,13 +88,17 @@ def main() -> None:
     parser.add_argument("--functions", action="store_true", help="name each, with its calls")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {cpu_name()}")
-    print(f"Rank {RANK} of {SIZE}, concentric in teams of 2, shards of {SHARD} rows, zigzag.\n")
+    print(
+        f"Rank {RANK} of {SIZE}, concentric in teams of 2, shards of {SHARD_ROWS} rows, zigzag.\n"
+    )
     print("| mask | what | files | functions | calls |\n|---|---|---|---|---|")
     for causal in (False, True):
         for name, path in paths(causal).items():
             print(f"| {'causal' if causal else 'full'} | {name} | {path} |")
             for code, count in Counter(path.entered).most_common() if args.functions else ():
-                print(f"    {count} {Path(code.co_filename).relative_to(OURS)} {code.co_qualname}")
+                print(
+                    f"    {count} {Path(code.co_filename).relative_to(PACKAGE)} {code.co_qualname}"
+                )
 
 
 if __name__ == "__main__":

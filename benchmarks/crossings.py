@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from bytes import drawn_documents
+from bytes import random_documents
 
 from wf_backends.cost.workload import BACKWARD_KEYS, BACKWARD_QUERIES, FORWARD, PassKind
 from wf_backends.lowering import Problem, RowBytes, Shape, lower
@@ -53,7 +53,7 @@ def masks(tokens: int) -> dict[str, tuple[Mask, str]]:
         "full": (Mask(), "zigzag"),
         "causal": (Mask(CAUSAL), "zigzag"),
         "window of 2 shards": (Mask(Band(2 * ROWS, 0)), "zigzag"),
-        "documents": (Mask(CAUSAL, drawn_documents(tokens, ROWS)), "document_zigzag"),
+        "documents": (Mask(CAUSAL, random_documents(tokens, ROWS)), "document_zigzag"),
         "shared question": (shared, "balanced"),
     }
 

@@ -1,11 +1,11 @@
-"""HeteGen predicted beside measured, and beside streaming and the CPU alone.
+"""HeteGen: predicted and measured time, compared with streaming and with the CPU alone.
 
     OMP_NUM_THREADS=1 python benchmarks/hetegen.py --out benchmarks/results/hetegen.md
 
-Seconds of a decoding pass, median. A shaped device has real tensors and threads as lanes whose
-work takes no less than its bytes at a given rate. What a model does between its linears is measured
-while it streams alone, which is run before the prediction of HeteGen is made: no time of a run is
-in its own prediction. Parts: grid, cores.
+Median seconds of a decoding pass. A shaped device has real tensors, and a thread for each lane that
+works no faster than a given rate in bytes per second. The time between linears ("call") is measured
+in the run of streaming, which comes before the prediction of HeteGen: no prediction uses times of
+the run that it predicts. Parts: grid, cores.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 from wf_backends.hetegen import ShapedDevice, dispatch_model
 
 PROMPT = 4
-CALL_SECONDS = 3e-4  # of a plan that is made before the model ran; streaming hides calls
-HEADLINE = 3.17  # host over link: +317 % over streaming
+CALL_SECONDS = 3e-4  # assumed by the plan of streaming, which comes first
+HEADLINE_RATIO = 3.17  # host rate / link rate at which HeteGen is 317 % faster than streaming
 ABOUT = """\
 Printed by `OMP_NUM_THREADS=1 python benchmarks/hetegen.py`. Seconds of a decoding pass, median.
 In the grid threads stand for link, host and accelerator, each with a rate of its own; the first
@@ -72,7 +72,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of a decoding pass."""
+    """Seconds of a decoding pass, and the mean share of the host (alpha)."""
 
     measured: float
     predicted: float
@@ -120,72 +120,76 @@ def nbytes(model: nn.Module) -> int:
 
 
 def settings() -> list[Setting]:
-    """Host over link, memory, accelerator over link; models, links and batches in turns.
+    """Combinations of host / link rate, memory and accelerator / link rate.
 
-    A machine whose memory gives less than 1.5 GB/s to a thread cannot keep the rates.
+    Models, links and batch sizes alternate between rows. The machine must give each thread at least
+    1.5 GB/s of memory bandwidth.
     """
-    rows = [Setting("llama", 6e6, 6e6 * HEADLINE, 1.5e9, 0.15, 1)]
-    shapes = product((0.5, 1.0, HEADLINE), (0.15, 0.5), (100, 3), ("llama", "gpt2"))
-    for i, (ratio, memory, faster, model) in enumerate(shapes):
+    rows = [Setting("llama", 6e6, 6e6 * HEADLINE_RATIO, 1.5e9, 0.15, 1)]
+    shapes = product((0.5, 1.0, HEADLINE_RATIO), (0.15, 0.5), (100, 3), ("llama", "gpt2"))
+    for i, (host_ratio, memory, accelerator_ratio, model) in enumerate(shapes):
         link = (15e6, 30e6)[i // 2 % 2]
         name = "opt" if model == "gpt2" and i % 4 == 3 else model
-        rows.append(Setting(name, link, link * ratio, link * faster, memory, (1, 4)[i // 4 % 2]))
-    experts = product((1.0, HEADLINE), (0.3, 0.6))
+        host, accelerator = link * host_ratio, link * accelerator_ratio
+        rows.append(Setting(name, link, host, accelerator, memory, (1, 4)[i // 4 % 2]))
+    experts = product((1.0, HEADLINE_RATIO), (0.3, 0.6))
     rows += [Setting("mixtral", 15e6, 15e6 * ratio, 1.5e9, kept, 1) for ratio, kept in experts]
     return rows
 
 
-def grid(tokens: int, count: int | None) -> None:
-    """Each setting with the best alpha, streaming alone and the host alone."""
+def grid(tokens: int, max_rows: int | None) -> None:
+    """Print a row for each setting: HeteGen with the best alpha, streaming, the host alone."""
     models = {name: make_model(name) for name in CONFIGS}
-    for name, model in models.items():  # what is done at the first calls is done
+    for name, model in models.items():  # a warm-up
         decode(model, Setting(name, 1e9, 1e9, 3e9, 0.15, 1), 0.0, 2, "auto")
     print(
         "| model | batch | link, host, accelerator MB/s | memory | call ms | alpha | predicted "
         "| measured | measured / predicted | streaming | host | of the better | over streaming |"
     )
     print("|" + 13 * "---|")
-    off, slower = [], []
-    for row in settings()[:count]:
+    errors: list[float] = []  # of predictions, relative
+    slowdowns: list[float] = []  # HeteGen / the better of streaming and host
+    for row in settings()[:max_rows]:
         model = models[row.model]
         streaming = decode(model, row, CALL_SECONDS, tokens, 0.0)
-        ours, host = (decode(model, row, streaming.call, tokens, a) for a in ("auto", 1.0))
+        ours = decode(model, row, streaming.call, tokens, "auto")
+        host = decode(model, row, streaming.call, tokens, 1.0)
         better = min(streaming.measured, host.measured)
-        off.append(abs(ours.measured / ours.predicted - 1))
-        slower.append(ours.measured / better)
+        errors.append(abs(ours.measured / ours.predicted - 1))
+        slowdowns.append(ours.measured / better)
         print(
             f"| {row.model} | {row.batch} | {row.link / 1e6:.0f}, {row.host / 1e6:.0f}, "
             f"{row.accelerator / 1e6:.0f} | {100 * row.memory:.0f} % | {1e3 * streaming.call:.2f} "
             f"| {ours.alpha:.2f} "
             f"| {ours.predicted:.4f} | {ours.measured:.4f} "
             f"| {ours.measured / ours.predicted:.3f} | {streaming.measured:.4f} "
-            f"| {host.measured:.4f} | {slower[-1]:.2f} "
+            f"| {host.measured:.4f} | {slowdowns[-1]:.2f} "
             f"| {100 * (streaming.measured / ours.measured - 1):+.0f} % |",
             flush=True,
         )
     print(
-        f"\n{len(off)} settings: predicted within {100 * max(off):.1f} % of measured, "
-        f"{sum(o <= 0.1 for o in off)} within 10 %; at most {max(slower):.2f} of the better of "
-        "streaming and the host alone"
+        f"\n{len(errors)} settings: predicted within {100 * max(errors):.1f} % of measured, "
+        f"{sum(error <= 0.1 for error in errors)} within 10 %; at most {max(slowdowns):.2f} "
+        "of the better of streaming and the host alone"
     )
 
 
 def decode(
     model: nn.Module, row: Setting, call: float, tokens: int, alpha: float | str
 ) -> Measured:
-    """Generate some tokens on a shaped device."""
+    """Generate `tokens` tokens on a shaped device; seconds and alpha of the decoding passes."""
     device = ShapedDevice(row.link, row.host, row.accelerator, call_seconds=call)
     memory: dict[int | str, int | str] = {0: int(row.memory * nbytes(model))}
-    words = {"batch": row.batch, "prompt": PROMPT, "alpha": alpha}
-    with dispatch_model(model, memory, device, **words) as handle:  # type: ignore[arg-type]
+    options = {"batch": row.batch, "prompt": PROMPT, "alpha": alpha}
+    with dispatch_model(model, memory, device, **options) as handle:  # type: ignore[arg-type]
         generate(model, prompts(row.batch), tokens)
-        told = handle.report()["decode"]
-        shares = [split.alpha("decode") for split in handle.plan.splits]
+        report = handle.report()["decode"]
+        alphas = [split.alpha("decode") for split in handle.plan.splits]
     return Measured(
-        told["measured_seconds"],
-        told["predicted_seconds"],
-        told["call_seconds"],
-        sum(shares) / len(shares),
+        report["measured_seconds"],
+        report["predicted_seconds"],
+        report["call_seconds"],
+        sum(alphas) / len(alphas),
     )
 
 
@@ -194,8 +198,8 @@ def prompts(batch: int) -> Tensor:
 
 
 def generate(model: nn.Module, ids: Tensor, tokens: int) -> None:
-    words = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-    model.generate(ids, max_new_tokens=tokens + 1, min_new_tokens=tokens + 1, **words)  # type: ignore[operator]
+    options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    model.generate(ids, max_new_tokens=tokens + 1, min_new_tokens=tokens + 1, **options)  # type: ignore[operator]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What a step of a ring costs the host that starts it: Python, launches and messages, no waiting.
+"""Host time of a ring step: Python, kernel launches and the posting of messages, without waiting.
 
-One process plays one rank of many: torch's "fake" process group delivers nothing, and shards are so
-short that the operator takes a few microseconds. Ours beside ring-flash-attn, both on torch's
-operator for CPUs.
+One process acts as one rank of many: torch's "fake" process group delivers nothing, and shards are
+so short that the operator takes a few microseconds. Compares our ring with ring-flash-attn, both on
+torch's CPU operator.
 
     python benchmarks/host_time.py --ranks 8,64
 """
@@ -28,33 +28,33 @@ from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm.process_group import GroupComm
 from wf_backends.comm.protocol import CONTROL, Message, Pending
 
-SHARD, HEADS, HEAD_DIM = 16, 4, 16
+SHARD_ROWS, HEADS, HEAD_DIM = 16, 4, 16
 Times = tuple[float, float]  # seconds of a forward, of a backward
 
 
-class Alone(GroupComm):
-    """A rank whose peers all say what it says: they agree with it, and send nothing else."""
+class FakePeersComm(GroupComm):
+    """A rank whose peers agree with every header that it sends, and send no rows."""
 
-    spent = 0.0
-    """Seconds that it took to write what peers say, which a network does at no cost to the host."""
+    header_seconds = 0.0
+    """Time to write the headers of peers, to be subtracted: a network does it without the host."""
 
     def post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        """As the group's; of headers, what is sent as what arrives where both have one shape."""
+        """Post as the group does; a received header is a copy of the sent one of the same shape."""
         if label in CONTROL:
             start = time.perf_counter()
-            for (_, sent), (_, arriving) in zip(sends, recvs, strict=False):
-                if sent.shape == arriving.shape and not sent.is_floating_point():
-                    arriving.copy_(sent)
-            self.spent += time.perf_counter() - start
+            for (_, sent), (_, received) in zip(sends, recvs, strict=False):
+                if sent.shape == received.shape and not sent.is_floating_point():
+                    received.copy_(sent)
+            self.header_seconds += time.perf_counter() - start
         return super().post(label, sends, recvs)
 
 
 @contextmanager
-def one_of(size: int, rank: int) -> Iterator[Alone]:
-    """This process as one rank of a job of so many."""
+def fake_job(size: int, rank: int) -> Iterator[FakePeersComm]:
+    """Make this process one rank of a job of `size` ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        yield Alone()
+        yield FakePeersComm()
     finally:
         dist.destroy_process_group()
 
@@ -68,7 +68,7 @@ def main() -> None:
     torch.set_num_threads(1)
     add_flash_attn_stand_in()
     print(f"torch {torch.__version__}, {cpu_name()}, {cores_and_load()}")
-    print(f"Shards of {SHARD} rows, {HEADS} heads of {HEAD_DIM}, float32, causal, zigzag.")
+    print(f"Shards of {SHARD_ROWS} rows, {HEADS} heads of {HEAD_DIM}, float32, causal, zigzag.")
     print("Microseconds of a step, median (least), forward and backward:\n")
     print("| ranks | scheme | forward | backward |\n|---|---|---|---|")
     for size in map(int, args.ranks.split(",")):
@@ -76,52 +76,55 @@ def main() -> None:
 
 
 def report(size: int, repeats: int) -> None:
-    """The rows of a job of so many ranks."""
-    setup = Setup(size // 2, size, size * SHARD)
+    """Print the rows of a job of `size` ranks."""
+    setup = Setup(size // 2, size, size * SHARD_ROWS)
     config = SequenceParallelConfig(sequence_parallel_size=size, route="ring")
-    with one_of(size, setup.rank) as alone:
-        ours = partial(SequenceParallel(config, alone).attention, causal=True)
+    with fake_job(size, setup.rank) as comm:
+        ours = partial(SequenceParallel(config, comm).attention, causal=True)
         theirs = schemes_of("ring-flash-attn", setup)["zigzag ring"]().attend
-        found = {"ours: ring": ours, "ring-flash-attn: zigzag ring": theirs}
-        times = take_turns([partial(once, attend, alone) for attend in found.values()], repeats)
-    for name, several in zip(found, times, strict=True):
-        there, back = (
-            sorted(1e6 * each / size for each in way) for way in zip(*several, strict=True)
-        )
-        cells = (f"{statistics.median(one):.0f} ({one[0]:.0f})" for one in (there, back))
+        schemes = {"ours: ring": ours, "ring-flash-attn: zigzag ring": theirs}
+        runs = [partial(time_once, attend, comm) for attend in schemes.values()]
+        times = take_turns(runs, repeats)
+    for name, times_of_scheme in zip(schemes, times, strict=True):
+        cells = []
+        for seconds in zip(*times_of_scheme, strict=True):  # forward, backward
+            step_us = [1e6 * x / size for x in seconds]
+            cells.append(f"{statistics.median(step_us):.0f} ({min(step_us):.0f})")
         print(f"| {size} | {name} | {' | '.join(cells)} |")
-    print(f"| 1 | torch's operator alone | {' | '.join(f'{1e6 * x:.0f}' for x in operator())} |")
+    cells = [f"{1e6 * seconds:.0f}" for seconds in time_operator()]
+    print(f"| 1 | torch's operator alone | {' | '.join(cells)} |")
 
 
 def take_turns(runs: Sequence[Callable[[], Times]], repeats: int) -> list[list[Times]]:
-    """Several times of each, in turns, after a warm-up."""
+    """Times of each run, by repeat; runs take turns after a warm-up."""
     for run in runs:
         run()
     rounds = [[run() for run in runs] for _ in range(repeats)]
-    return [list(one) for one in zip(*rounds, strict=True)]
+    return [list(times) for times in zip(*rounds, strict=True)]
 
 
-def once(attend: Attend | Callable[..., Tensor], alone: Alone) -> Times:
-    """One call on this rank's rows, forward and backward, without what `alone` spent."""
-    q, k, v = (torch.zeros(1, SHARD, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3))
-    dout = torch.zeros(1, SHARD, HEADS, HEAD_DIM)
-    start, alone.spent = time.perf_counter(), 0.0
+def time_once(attend: Attend | Callable[..., Tensor], comm: FakePeersComm) -> Times:
+    """Time a forward and a backward on this rank's rows, without the headers of peers."""
+    q, k, v = (torch.zeros(1, SHARD_ROWS, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3))
+    dout = torch.zeros(1, SHARD_ROWS, HEADS, HEAD_DIM)
+    comm.header_seconds = 0.0
+    start = time.perf_counter()
     out = attend(q, k, v)
     middle = time.perf_counter()
     out.backward(dout)
-    return middle - start - alone.spent, time.perf_counter() - middle
+    return middle - start - comm.header_seconds, time.perf_counter() - middle
 
 
-def operator() -> Times:
-    """Forward and backward of one full tile, nothing around it."""
+def time_operator() -> Times:
+    """Time torch's operator alone, forward and backward of one full tile."""
     aten: Any = torch.ops.aten
-    there = aten._scaled_dot_product_flash_attention_for_cpu.default
-    back = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    x = torch.zeros(1, HEADS, SHARD, HEAD_DIM)
-    out, lse = there(x, x, x)
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    x = torch.zeros(1, HEADS, SHARD_ROWS, HEAD_DIM)
+    out, lse = forward(x, x, x)
     count = 300
     times = []
-    for run in (partial(there, x, x, x), partial(back, x, x, x, x, out, lse, 0.0, False)):
+    for run in (partial(forward, x, x, x), partial(backward, x, x, x, x, out, lse, 0.0, False)):
         start = time.perf_counter()
         for _ in range(count):
             run()

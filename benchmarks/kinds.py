@@ -1,12 +1,12 @@
-"""Plans for packed documents, by how much the planner is told of them.
+"""Plans for packed documents: planned as one document, by their kind, and by their exact borders.
 
     python benchmarks/kinds.py
 
-Predicted milliseconds on the real documents of the plan that a call gets if it has one document,
-of the plan that it gets, which goes by the kind of its documents, and of the best plan for these
-very documents (looked for among all of up to 8 ranks). 32 heads of 128, 8,192 tokens a rank,
-causal, layout document_zigzag, log-normal lengths (sigma = 1) of the given median; geometric means
-over drawn batches.
+Predicted milliseconds on the real documents of three plans: the plan of a call with one document,
+the plan of a call with these documents (the planner sees their kind only), and the best plan for
+exactly these documents (searched among all plans, for up to 8 ranks). 32 heads of 128, 8,192 tokens
+a rank, causal, layout document_zigzag, log-normal lengths (sigma = 1) of the given median.
+Geometric means over random batches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import geometric_mean
 
-from bytes import drawn_documents
+from bytes import random_documents
 
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.config import SequenceParallelConfig
@@ -27,7 +27,7 @@ from wf_backends.planner.plan import EXACT_UP_TO, Plan, Request
 from wf_backends.planner.search import best_plan, plan_for, price_plan
 from wf_backends.schedule.mask import CAUSAL, Mask
 
-SHARD = 8192
+SHARD_TOKENS = 8192
 MEDIANS = (512, 1024, 2048, 4096)
 CLUSTERS = ("h100-8x400g", "a100-4x-100gbe")
 LAYOUT = "document_zigzag"
@@ -44,7 +44,8 @@ def main() -> None:
     for name in CLUSTERS:
         for ranks in map(int, args.ranks.split(",")):
             for kv_heads in (8, 32):
-                workload = Workload(Shape(1, 32, kv_heads, 128, 2), SHARD * ranks, Mask(CAUSAL))
+                shape = Shape(1, 32, kv_heads, 128, 2)
+                workload = Workload(shape, SHARD_TOKENS * ranks, Mask(CAUSAL))
                 request = Request(PRESETS[name].with_ranks(ranks), workload)
                 for median in MEDIANS:
                     cells = [name, str(ranks), str(kv_heads), str(median)]
@@ -53,25 +54,25 @@ def main() -> None:
 
 
 def row(request: Request, median: int, batches: int) -> Iterator[str]:
-    """Milliseconds of the three plans, and the first over the second."""
+    """The cells: milliseconds of the three plans, and the gain, first / second."""
     times: list[tuple[float, float, float]] = []
     for seed in range(100, 100 + batches):
-        mask = Mask(CAUSAL, drawn_documents(request.workload.seqlen, median, seed))
+        mask = Mask(CAUSAL, random_documents(request.workload.seqlen, median, seed))
         workload = replace(request.workload, mask=mask, layout=LAYOUT)
-        real = replace(request, workload=workload, exact_up_to=request.topology.size)
-        untold, told = (
-            price_plan(real, called(request, one).choice) for one in (Mask(CAUSAL), mask)
-        )
-        few = request.topology.size <= EXACT_UP_TO
-        best = best_plan(real) if few else told
-        times.append((untold.cost.seconds, told.cost.seconds, best.cost.seconds if few else 0.0))
-    means = [geometric_mean(one) if all(one) else 0.0 for one in zip(*times, strict=True)]
+        exact = replace(request, workload=workload, exact_up_to=request.topology.size)
+        one_document = price_plan(exact, plan_of_call(request, Mask(CAUSAL)).choice)
+        by_kind = price_plan(exact, plan_of_call(request, mask).choice)
+        best_s = 0.0  # not searched
+        if request.topology.size <= EXACT_UP_TO:
+            best_s = best_plan(exact).cost.seconds
+        times.append((one_document.cost.seconds, by_kind.cost.seconds, best_s))
+    means = [geometric_mean(column) if all(column) else 0.0 for column in zip(*times, strict=True)]
     yield from (f"{1e3 * mean:.2f}" if mean else "-" for mean in means)
     yield f"{means[0] / means[1]:.2f}"
 
 
-def called(request: Request, mask: Mask) -> Plan:
-    """The plan that a call gets."""
+def plan_of_call(request: Request, mask: Mask) -> Plan:
+    """The plan that an attention call with this mask gets."""
     config = SequenceParallelConfig(sequence_parallel_size=request.topology.size, layout=LAYOUT)
     return plan_for(
         request_of(config, request.workload.shape, request.workload.seqlen, mask, request.topology)

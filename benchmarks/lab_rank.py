@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from bytes import drawn_documents
+from bytes import random_documents
 from lab_report import CALM
 from lab_schemes import Scheme, make_attention, schemes
 from lab_timeline import Timeline, measured_phases, predicted_phases
@@ -141,7 +141,7 @@ def with_documents(workload: Workload, median: int) -> Workload:
     """The workload with packed documents of random lengths, if a median is given."""
     if not median:
         return workload
-    borders = drawn_documents(workload.seqlen, median)
+    borders = random_documents(workload.seqlen, median)
     mask = replace(workload.mask, cu_seqlens=borders)
     return replace(workload, mask=mask, layout="document_zigzag")
 

@@ -1,4 +1,4 @@
-"""What one step costs on every rank of a job: time, messages, bytes, memory."""
+"""Measure steps on all ranks of a job: time, collectives, bytes sent, memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Step = Callable[[], float]  # forward and backward; the sum of the squares of th
 
 
 def attempt(part: Callable[[], object]) -> None:
-    """One part of a benchmark, and its seconds; if it fails, the others go on."""
+    """Run one part of a benchmark and print its seconds; an exception is printed, not raised."""
     start = time.perf_counter()
     try:
         part()
@@ -40,14 +40,15 @@ def attempt(part: Callable[[], object]) -> None:
 
 
 class Counting(Communicator):
-    """Another communicator, with the collectives of a step counted by label.
+    """Wraps a communicator; counts collectives by label.
 
-    It asks for no turns: an exchange is posted at once, so that it counts once.
+    An exchange is posted in one call, not in turns, so that it counts once.
     """
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm.rank, comm.size)
-        self.inner, self.on_host = comm, comm.on_host
+        self.inner = comm
+        self.on_host = comm.on_host
         self.posts: Counter[str] = Counter()
 
     def post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
@@ -59,16 +60,16 @@ class Counting(Communicator):
         return self.inner._post(label, sends, recvs)
 
     def take(self) -> tuple[int, int]:
-        """(collectives, bytes sent) since the last call."""
-        found = sum(self.posts.values()), sum(self.sent.values())
+        """(collectives, bytes sent) since the last call of `take`."""
+        counts = sum(self.posts.values()), sum(self.sent.values())
         self.posts.clear()
         self.sent.clear()
-        return found
+        return counts
 
 
 @contextmanager
 def counting_job() -> Iterator[Counting]:
-    """All ranks of this job, one thread each."""
+    """Join the ranks of the job; yields a counting communicator. Each rank has one thread."""
     torch.set_num_threads(1)
     with closing(launch.init()):
         yield Counting(make_comm())
@@ -76,7 +77,7 @@ def counting_job() -> Iterator[Counting]:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A name, a step, and the units that it must send when all tokens see all others."""
+    """A name, a step, and the units that it must send with a full mask."""
 
     name: str
     step: Step
@@ -85,7 +86,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The slowest rank's seconds, the largest rank's bytes and memory, of one step."""
+    """Figures of one step; each is the largest of all ranks."""
 
     seconds: float
     collectives: int
@@ -94,30 +95,30 @@ class Measured:
 
 
 def measure(comm: Counting, steps: Sequence[Callable[[], object]], repeats: int) -> list[Measured]:
-    """Each step's best time of several; the steps take turns, so that all meet the same machine."""
+    """The best time of each step after a warm-up; steps take turns, as the load varies."""
     best = [float("inf")] * len(steps)
-    rest = [(0, 0, 0)] * len(steps)
+    counts = [(0, 0, 0)] * len(steps)  # collectives, bytes sent, peak bytes
     for _ in range(repeats + 1):
         for index, step in enumerate(steps):
-            before = reset_peak()
+            bytes_before = reset_peak()
             comm.take()
             gather_values(comm.inner, 0)  # all start together
             start = time.perf_counter()
             step()
             seconds = time.perf_counter() - start
-            rest[index] = (*comm.take(), peak() - before)
+            counts[index] = (*comm.take(), peak() - bytes_before)
             best[index] = min(best[index], gather_values(comm.inner, seconds).max().item())
     return [
         Measured(seconds, *(int(gather_values(comm.inner, value).max()) for value in values))
-        for seconds, values in zip(best, rest, strict=True)
+        for seconds, values in zip(best, counts, strict=True)
     ]
 
 
 def compare(comm: Counting, schemes: Sequence[Scheme], repeats: int) -> list[Measured]:
-    """`measure` of schemes that return the same, summed over the ranks.
+    """Check that all schemes compute the same result, then `measure` them.
 
     Raises:
-        RuntimeError: if they differ by more than float32's rounding.
+        RuntimeError: if the results, summed over the ranks, differ by more than float32's rounding.
     """
     totals = torch.stack([gather_values(comm.inner, scheme.step()).sum() for scheme in schemes])
     if (totals / totals[0] - 1).abs().max() > 1e-4:
@@ -126,30 +127,30 @@ def compare(comm: Counting, schemes: Sequence[Scheme], repeats: int) -> list[Mea
 
 
 def gather_values(comm: Communicator, value: float) -> Tensor:
-    """(P,) float64: the values of all ranks."""
+    """The values of all ranks, (P,) float64."""
     values = torch.zeros(comm.size, dtype=torch.float64)
     values[comm.rank] = value
     return sum_over_ranks(comm, values)
 
 
-def last_lines(command: Sequence[str], ranks: int, more: Mapping[str, str]) -> list[str]:
-    """The last line that each rank of a job on this machine prints.
+def last_lines(command: Sequence[str], ranks: int, environment: Mapping[str, str]) -> list[str]:
+    """Run a job of `ranks` ranks on this machine; the last line that each rank prints.
 
     Args:
-        more: variables of the environment.
+        environment: variables to add.
 
     Raises:
-        RuntimeError: if a rank fails; it has said why on stderr.
+        RuntimeError: if a rank fails; its error is on stderr.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **more}
+    variables = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
     jobs = [
         subprocess.Popen(
             command,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -162,7 +163,7 @@ def last_lines(command: Sequence[str], ranks: int, more: Mapping[str, str]) -> l
 
 
 def reset_peak() -> int:
-    """Give freed memory back, start a new peak (Linux); bytes held now."""
+    """Return freed memory to the system and reset the peak (Linux); returns the bytes held now."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
@@ -171,13 +172,14 @@ def reset_peak() -> int:
 
 
 def peak() -> int:
-    """The most bytes that this process held since `reset_peak`."""
+    """The largest number of bytes that this process held since `reset_peak`."""
     return _status("VmHWM")
 
 
 def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    """A field of /proc/self/status, in bytes."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(fields[name].split()[0])
 
 
 def machine(comm: Counting) -> str:
@@ -187,12 +189,12 @@ def machine(comm: Counting) -> str:
 
 
 def cpu_name() -> str:
-    """The maker's name of the CPU (Linux), or what Python knows of it."""
+    """The model name of the CPU (Linux), or Python's name of it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
 
 
 def cores_and_load() -> str:
-    """How many cores there are, and how many processes wanted one in the last minute."""
+    """The number of cores, and the load average of the last minute."""
     return f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"

@@ -1,8 +1,8 @@
-"""What one rank of a large job goes through before it may compute: choosing, deriving, checking.
+"""Time and memory of one rank of a large job before it computes: plan, program, consistency check.
 
-One process plays one rank of many: torch's "fake" process group delivers nothing, and the peers
-are taken to say what this rank says. Nothing is computed, so that what is left grows with the
-number of ranks alone.
+One process acts as one rank of many: torch's "fake" process group delivers nothing, and the peers
+send the same headers as this rank. No attention is computed, so the figures depend on the number of
+ranks only.
 
     python benchmarks/one_of_many.py --ranks 8,64,512,4096
 """
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_time import one_of
+from host_time import fake_job
 from measure import cores_and_load, cpu_name
-from planning import packed
+from planning import packed_documents
 
 from wf_backends import SequenceParallelConfig
 from wf_backends.cluster.discover import JobTopology
@@ -52,29 +52,29 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for size in map(int, args.ranks.split(",")):
         for config in CONFIGS:
-            for kind in ("causal", "window", "documents"):
-                first, later, peak = in_a_fresh_process(size, config, kind)
+            for mask in ("causal", "window", "documents"):
+                first, later, peak = in_fresh_process(size, config, mask)
                 cells = f"{1e3 * first:,.0f} ms | {1e6 * later:,.0f} us | {peak / 2**20:,.0f} MiB"
-                print(f"| {size} | {config} | {kind} | {cells} |", flush=True)
+                print(f"| {size} | {config} | {mask} | {cells} |", flush=True)
 
 
-def in_a_fresh_process(size: int, config: str, kind: str) -> tuple[float, float, int]:
-    """`plan_one` where nothing is cached yet."""
+def in_fresh_process(size: int, config: str, mask: str) -> tuple[float, float, int]:
+    """Run `plan_one` in a new process, where nothing is cached."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(plan_one, size, config, kind).result()
+        return pool.submit(plan_one, size, config, mask).result()
 
 
-def plan_one(size: int, config: str, kind: str) -> tuple[float, float, int]:
-    """(seconds of the first plan of a rank in the middle, of a later one, bytes that it took)."""
+def plan_one(size: int, config: str, mask_name: str) -> tuple[float, float, int]:
+    """(seconds of the first plan, of a later one, bytes of memory) of a rank in the middle."""
     torch.set_num_threads(1)
-    spread = SequenceParallelConfig(sequence_parallel_size=size, **CONFIGS[config])
+    sp_config = SequenceParallelConfig(sequence_parallel_size=size, **CONFIGS[config])
     topology = PRESETS["h100-8x400g"].with_ranks(size)
     q = torch.zeros(1, ROWS, HEADS, HEAD_DIM, dtype=torch.bfloat16)
     kv = torch.zeros(1, ROWS, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
-    mask = masks(size)[kind]
-    with one_of(size, size // 2) as comm:
-        attention = DistributedAttention(spread, comm, JobTopology(comm, None, topology, Path()))
+    mask = masks(size)[mask_name]
+    with fake_job(size, size // 2) as comm:
+        attention = DistributedAttention(sp_config, comm, JobTopology(comm, None, topology, Path()))
         run = partial(attention.call, q, kv, kv, mask, plain_softmax(HEAD_DIM), size * ROWS)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         first, later = seconds(run), [seconds(run) for _ in range(CALLS)]
@@ -83,13 +83,13 @@ def plan_one(size: int, config: str, kind: str) -> tuple[float, float, int]:
 
 
 def masks(size: int) -> dict[str, Mask]:
-    """Those of the table, for so many ranks."""
-    documents = Mask(CAUSAL, packed(DOCUMENT, size * ROWS))
+    """The masks of the table for `size` ranks."""
+    documents = Mask(CAUSAL, packed_documents(DOCUMENT, size * ROWS))
     return {"causal": Mask(CAUSAL), "window": Mask(Band(WINDOW, 0)), "documents": documents}
 
 
 def seconds(run: partial[object]) -> float:
-    """How long one call takes."""
+    """Seconds of one call."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start

@@ -1,8 +1,8 @@
-"""What one rank of many computes, in a process of its own, beside one call with the same FLOPs.
+"""Time what one rank of many computes, relative to one attention call with the same FLOPs.
 
-No network and no other rank: what would arrive is a copy of random rows, so a figure holds kernels,
-merges and copies, and nothing that waits. The one call is torch's attention of the whole sequence
-with a rank's share of the heads.
+There is no network and no other rank: received rows are copies of random rows. So the times include
+kernels, merges and copies, and no waiting. The one call is torch's attention of the whole sequence
+with 1 / ranks of the heads.
 
     python benchmarks/one_rank.py                          # a CPU: 4 ranks, 8,192 tokens, float32
     python benchmarks/one_rank.py --device cuda --ranks 8 --tokens 131072 --heads 32 \\
@@ -33,7 +33,7 @@ ONE_CALL = "one call"
 
 
 class Landed:
-    """Messages that are there."""
+    """Messages that have arrived."""
 
     def wait(self) -> None: ...
 
@@ -41,10 +41,10 @@ class Landed:
 
 
 class Alone(Communicator):
-    """A rank whose peers agree with all that it says, and send rows of `noise`.
+    """A rank whose peers send the same headers as itself, and rows of `noise`.
 
     Args:
-        noise: for each dtype that travels one long tensor, all of it finite.
+        noise: by dtype of the messages, a finite tensor longer than any message.
     """
 
     def __init__(self, rank: int, size: int, noise: Mapping[torch.dtype, Tensor]) -> None:
@@ -53,17 +53,17 @@ class Alone(Communicator):
         self.on_host = all(x.device.type == "cpu" for x in noise.values())
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        said = {(x.shape, x.dtype): x for _, x in sends if not x.is_floating_point()}
+        headers = {(x.shape, x.dtype): x for _, x in sends if not x.is_floating_point()}
         for _, x in recvs:
             if x.is_floating_point():
                 x.copy_(self.noise[x.dtype][: x.numel()].view(x.shape))
             else:
-                x.copy_(said[x.shape, x.dtype])
+                x.copy_(headers[x.shape, x.dtype])
         return Landed()
 
 
 class Clock:
-    """Seconds of CPU time on a CPU, of the device's time elsewhere."""
+    """CPU time on a CPU, wall time after a synchronization on a GPU; in seconds."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -76,19 +76,19 @@ class Clock:
 
 
 def main() -> None:
-    """Print the machine, the call, and a line per scheme."""
+    """Print the machine, the arguments of the call, and a line per scheme."""
     args = parse()
     torch.set_num_threads(1)
     print(heading(args))
     head = "scheme", "forward", "backward", "x, median (least to most)", "x, least", "mean of ranks"
     print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
-    turns = take_turns(those_that_run(trials(args)), args.repeats)
+    turns = take_turns(without_failures(make_runs(args)), args.repeats)
     for name in turns[0]:
         print(line(name, turns), flush=True)
 
 
 def heading(args: argparse.Namespace) -> str:
-    """What is measured, and where."""
+    """A line with the arguments and the machine."""
     cuda = args.device == "cuda"
     where = torch.cuda.get_device_name() if cuda else f"{cpu_name()}, one thread"
     return (
@@ -120,46 +120,50 @@ def parse() -> argparse.Namespace:
 
 
 def draw(args: argparse.Namespace, rows: int, parts: int) -> tuple[Tensor, ...]:
-    """q, k, v and dout of so many rows, with 1 / parts of the heads."""
-    random = torch.Generator().manual_seed(0)
-    heads = args.heads // parts, args.kv_heads // parts, args.kv_heads // parts, args.heads // parts
-    shapes = ((1, rows, each, args.head_dim) for each in heads)
-    like = {"dtype": getattr(torch, args.dtype), "device": args.device}
-    return tuple(torch.randn(shape, generator=random).to(**like) for shape in shapes)
+    """q, k, v and dout (1, rows, heads / parts, head_dim) on the device."""
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads = args.heads // parts, args.kv_heads // parts
+    shapes = ((1, rows, n, args.head_dim) for n in (heads, kv_heads, kv_heads, heads))
+    options = {"dtype": getattr(torch, args.dtype), "device": args.device}
+    return tuple(torch.randn(shape, generator=generator).to(**options) for shape in shapes)
 
 
-def trials(args: argparse.Namespace) -> dict[str, list[Callable[[], Times]]]:
-    """By name: the one call, and what every rank of a scheme computes."""
+def make_runs(args: argparse.Namespace) -> dict[str, list[Callable[[], Times]]]:
+    """Runs by name: the one call, and for each scheme a run per rank."""
     clock = Clock(torch.device(args.device))
-    whole, mine = draw(args, args.tokens, args.ranks), draw(args, args.tokens // args.ranks, 1)
-    found = {ONE_CALL: [partial(once, clock, partial(torch_attention, causal=True), *whole)]}
-    for name, attends in schemes(args, mine[0]).items():
-        found[name] = [partial(once, clock, attend, *mine) for attend in attends]
-    return found
+    whole = draw(args, args.tokens, args.ranks)
+    local = draw(args, args.tokens // args.ranks, 1)
+    one_call = partial(torch_attention, causal=True)
+    runs = {ONE_CALL: [partial(time_once, clock, one_call, *whole)]}
+    for name, attends in schemes(args, local[0]).items():
+        runs[name] = [partial(time_once, clock, attend, *local) for attend in attends]
+    return runs
 
 
 def schemes(args: argparse.Namespace, q: Tensor) -> dict[str, list[Attend]]:
-    """By name: attention of each rank that is to be played.
+    """Attention functions by name of the scheme: one per rank.
 
     Args:
-        q: of one rank.
+        q: of one rank, for the size and dtype of messages.
     """
-    longest = q.reshape(-1).repeat(args.ranks)  # more than any message
-    noise = {dtype: longest.to(dtype) for dtype in {longest.dtype, torch.float32}}
+    rows = q.reshape(-1).repeat(args.ranks)  # longer than any message
+    noise = {dtype: rows.to(dtype) for dtype in {rows.dtype, torch.float32}}
     ranks = range(args.ranks) if args.rank is None else [args.rank]
-    found: dict[str, list[Attend]] = {}
-    for name, words in named_points(args.ranks).items():
+    attends: dict[str, list[Attend]] = {}
+    for name, options in named_points(args.ranks).items():
         if not any(part.lower() in name.lower() for part in args.schemes.split(",")):
             continue
-        words = {"sequence_parallel_size": args.ranks, **words}
-        config = SequenceParallelConfig.from_dict(words)
+        options = {"sequence_parallel_size": args.ranks, **options}
+        config = SequenceParallelConfig.from_dict(options)
         comms = (Alone(rank, args.ranks, noise) for rank in ranks)
-        found[name] = [partial(SequenceParallel(config, c).attention, causal=True) for c in comms]
-    return found
+        attends[name] = [
+            partial(SequenceParallel(config, comm).attention, causal=True) for comm in comms
+        ]
+    return attends
 
 
-def once(clock: Clock, attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Times:
-    """One forward and one backward."""
+def time_once(clock: Clock, attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Times:
+    """Time one forward and one backward."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     start = clock.now()
     out = attend(*leaves)
@@ -168,27 +172,27 @@ def once(clock: Clock, attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Te
     return middle - start, clock.now() - middle
 
 
-def those_that_run(
+def without_failures(
     runs: Mapping[str, Sequence[Callable[[], Times]]],
 ) -> dict[str, Sequence[Callable[[], Times]]]:
-    """Those without an error in a first run; of the others the traceback is printed."""
-    found: dict[str, Sequence[Callable[[], Times]]] = {}
-    for name, several in runs.items():
+    """The runs that succeed once; prints the tracebacks of the others."""
+    succeeded: dict[str, Sequence[Callable[[], Times]]] = {}
+    for name, runs_of_ranks in runs.items():
         try:
-            for run in several:
+            for run in runs_of_ranks:
                 run()
-            found[name] = several
+            succeeded[name] = runs_of_ranks
         except RuntimeError:
             traceback.print_exc()
-    return found
+    return succeeded
 
 
 def take_turns(
     runs: Mapping[str, Sequence[Callable[[], Times]]], repeats: int
 ) -> list[dict[str, list[Times]]]:
-    """Everything once for a warm-up, and then so often, in turns; by name and rank."""
+    """The times of each turn, by name and rank: all runs once per turn, after a warm-up."""
     turns = [
-        {name: [run() for run in several] for name, several in runs.items()}
+        {name: [run() for run in runs_of_ranks] for name, runs_of_ranks in runs.items()}
         for _ in range(repeats + 1)
     ]
     return turns[1:]
@@ -196,16 +200,19 @@ def take_turns(
 
 def line(name: str, turns: Sequence[Mapping[str, Sequence[Times]]]) -> str:
     """A row of the table."""
-    ones = [sum(turn[ONE_CALL][0]) for turn in turns]
+    one_call = [sum(turn[ONE_CALL][0]) for turn in turns]
     ranks = range(len(turns[0][name]))
-    took = [[sum(turn[name][rank]) for turn in turns] for rank in ranks]
-    beside = [sorted(x / one for x, one in zip(own, ones, strict=True)) for own in took]
-    largest = max(ranks, key=lambda rank: median(beside[rank]))
-    least = [min(own) / min(ones) for own in took]
-    there, back = (median(turn[name][largest][way] for turn in turns) for way in (0, 1))
-    middle, first, last = median(beside[largest]), beside[largest][0], beside[largest][-1]
-    cells = [f"{there:.4f} s", f"{back:.4f} s", f"{middle:.2f} ({first:.2f} to {last:.2f})"]
-    return f"| {' | '.join([name, *cells, f'{max(least):.2f}', f'{mean(least):.2f}'])} |"
+    seconds = [[sum(turn[name][rank]) for turn in turns] for rank in ranks]
+    ratios = [[x / one for x, one in zip(row, one_call, strict=True)] for row in seconds]
+    slowest = max(ranks, key=lambda rank: median(ratios[rank]))
+    least = [min(row) / min(one_call) for row in seconds]
+    forward = median(turn[name][slowest][0] for turn in turns)
+    backward = median(turn[name][slowest][1] for turn in turns)
+    ratio = ratios[slowest]
+    cells = [name, f"{forward:.4f} s", f"{backward:.4f} s"]
+    cells += [f"{median(ratio):.2f} ({min(ratio):.2f} to {max(ratio):.2f})"]
+    cells += [f"{max(least):.2f}", f"{mean(least):.2f}"]
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -34,13 +34,13 @@ from wf_backends.planner.search import best_plan, price_plan
 from wf_backends.schedule.mask import CAUSAL, Mask
 
 LENGTHS = (65536, 131072, 262144, 524288)
-HEADLINE = MappingProxyType({"GPT": 0.7712, "DiT": 1.1433})
-LINEAR_FLOPS = 72  # 6 FLOPs for each of the 12 h^2 weights of a layer, per token
+PAPER_SPEEDUP = MappingProxyType({"GPT": 0.7712, "DiT": 1.1433})
+LINEAR_FLOPS = 72  # per token and h^2: 6 for each of the 12 h^2 weights of a layer
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model of the paper; what it does not say is assumed: layers that make its size."""
+    """A model of the paper; `layers` is assumed, from its number of parameters."""
 
     name: str
     heads: int
@@ -59,7 +59,10 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model on a cluster; `linear_flops_per_s`: of a rank, outside attention (60 % of peak)."""
+    """A model on a cluster.
+
+    linear_flops_per_s: of a rank, in the linear layers (60 % of peak).
+    """
 
     model: Model
     cluster: Topology
@@ -67,8 +70,8 @@ class Case:
 
     def tokens_per_s(self, plan: Plan, seqlen: int) -> float:
         """Throughput of forward and backward, without the optimizer and gradient reduction."""
-        weights = LINEAR_FLOPS * self.model.hidden**2
-        linear_s = weights * seqlen / self.cluster.size / self.linear_flops_per_s
+        flops_per_token = LINEAR_FLOPS * self.model.hidden**2
+        linear_s = flops_per_token * seqlen / self.cluster.size / self.linear_flops_per_s
         return seqlen / (self.model.layers * (plan.cost.seconds + linear_s))
 
 
@@ -77,23 +80,23 @@ def cases() -> list[Case]:
     h100, a100 = PRESETS["h100-8x400g"], PRESETS["a100-4x-100gbe"]
     gpts = (Model("GPT-3B", 12, 4096, 16, True), Model("GPT-7B", 32, 4096, 32, True))
     dit = Model("DiT-1B", 24, 1536, 36, False)
-    found = [Case(gpt, h100, 0.6 * 989e12) for gpt in gpts]
+    result = [Case(gpt, h100, 0.6 * 989e12) for gpt in gpts]
     for hosts, ranks in ((16, 2), (8, 4), (4, 8)):
         cluster = replace(a100, name="A100 + 100 GbE", hosts=hosts, ranks_per_host=ranks)
-        found.append(Case(dit, cluster, 0.6 * 312e12))
-    return found
+        result.append(Case(dit, cluster, 0.6 * 312e12))
+    return result
 
 
 def schemes(request: Request) -> Mapping[str, Plan | None]:
-    """Every scheme with a name, and what the planner picks; None where it does not fit."""
+    """The plans of all named schemes (None if one does not fit) and of the planner."""
     size, per_host = request.topology.size, request.topology.ranks_per_host
     usp = max(d for d in legal_degrees(request) if d <= per_host)
     mesh = square_mesh(size)
     plan = partial(named_plan, request)
 
-    def auto(asked: Request) -> Plan:
-        chosen = best_plan(replace(asked, exact_up_to=0))  # sorted by formulas, priced exactly
-        return price_plan(request, chosen.choice)
+    def auto(search_request: Request) -> Plan:
+        chosen = best_plan(replace(search_request, exact_up_to=0))  # searched by closed forms
+        return price_plan(request, chosen.choice)  # priced message by message
 
     return {
         "Ring": plan(1, name="ring"),
@@ -109,23 +112,28 @@ def schemes(request: Request) -> Mapping[str, Plan | None]:
 
 
 def rows(case: Case) -> list[list[str]]:
-    """One row for each length: tokens/s of the ring, and every scheme over it."""
+    """A head row, then a row per length: tokens/s of the ring, the other schemes relative to it."""
     table: list[list[str]] = []
     for seqlen in LENGTHS:
         request = Request(case.cluster, case.model.workload(seqlen), exact_up_to=case.cluster.size)
         plans = schemes(request)
-        speed = {n: case.tokens_per_s(p, seqlen) if p else None for n, p in plans.items()}
+        names = [name for name in plans if name != "Ring"]
         if not table:
-            table.append(["tokens", "Ring, tokens/s", *list(speed)[1:], "auto is"])
-        ring, auto = speed["Ring"], plans["auto"]
-        assert ring is not None and auto is not None
-        others = [f"{s / ring - 1:+.1%}" if s else "-" for s in list(speed.values())[1:]]
+            table.append(["tokens", "Ring, tokens/s", *names, "auto is"])
+        ring_plan, auto = plans["Ring"], plans["auto"]
+        assert ring_plan is not None and auto is not None
+        ring = case.tokens_per_s(ring_plan, seqlen)
+        others: list[str] = []
+        for name in names:
+            plan = plans[name]
+            speedup = case.tokens_per_s(plan, seqlen) / ring - 1 if plan else None
+            others.append("-" if speedup is None else f"{speedup:+.1%}")
         table.append([f"{seqlen // 1024}k", f"{ring:,.0f}", *others, describe(auto)])
     return table
 
 
 def describe(plan: Plan) -> str:
-    """The plan in a cell."""
+    """The text of a plan in a cell."""
     choice = plan.choice
     forward, backward = choice.forward, choice.backward
     return f"u={choice.split}; {forward}; back: {backward}, {choice.moves} walk"
@@ -142,7 +150,7 @@ def report() -> str:
     for case in cases():
         cluster = case.cluster
         shape = f"{cluster.hosts} x {cluster.ranks_per_host}, {cluster.nics_per_host} NICs a host"
-        headline = HEADLINE[case.model.name[:3]]
+        headline = PAPER_SPEEDUP[case.model.name[:3]]
         title = f"## {case.model.name} on {cluster.name} ({shape})\n"
         parts += [title, markdown(rows(case)), f"\nThe paper's headline: up to {headline:+.2%}.\n"]
     return "\n".join(parts)

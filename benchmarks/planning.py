@@ -1,4 +1,4 @@
-"""Milliseconds that a rank needs to derive, and to choose, a plan that it has not seen before.
+"""Milliseconds to lower a schedule, and to choose a plan, on a rank with empty caches.
 
 python benchmarks/planning.py
 """
@@ -24,24 +24,25 @@ from wf_backends.schedule.schedule import Schedule
 SEQLEN = 1 << 20
 
 
-def packed(length: int, seqlen: int = SEQLEN) -> tuple[int, ...]:
-    """Borders of documents of `length` tokens on average."""
-    source, lengths = random.Random(0), []
+def packed_documents(length: int, seqlen: int = SEQLEN) -> tuple[int, ...]:
+    """Borders (cu_seqlens) of documents of `length` tokens on average."""
+    generator = random.Random(0)
+    lengths: list[int] = []
     while sum(lengths) < seqlen:
-        lengths.append(min(source.randint(1, 2 * length), seqlen - sum(lengths)))
+        lengths.append(min(generator.randint(1, 2 * length), seqlen - sum(lengths)))
     return (0, *accumulate(lengths))
 
 
-def milliseconds(schedule: Schedule, mask: Mask) -> float:
-    """Time of one plan of a rank in the middle, nothing cached."""
+def time_lowering(schedule: Schedule, mask: Mask) -> float:
+    """Milliseconds to lower a schedule for the middle rank, nothing cached."""
     layout = zigzag(schedule.num_ranks, SEQLEN)
     start = time.perf_counter()
     lower(Problem(schedule, layout, layout, mask), schedule.num_ranks // 2)
     return (time.perf_counter() - start) * 1e3
 
 
-def choosing(num_ranks: int, seqlen: int, mask: Mask) -> float:
-    """Time of the planner's choice where nothing but the number of ranks is given."""
+def time_planning(num_ranks: int, seqlen: int, mask: Mask) -> float:
+    """Milliseconds of the planner's choice if the config has the number of ranks only."""
     config = SequenceParallelConfig(sequence_parallel_size=num_ranks)
     topology = PRESETS["h100-8x400g"].with_ranks(num_ranks)
     shape = Shape(batch=1, heads=32, kv_heads=8, head_dim=128, itemsize=2)
@@ -55,21 +56,21 @@ def main() -> None:
     print(f"{SEQLEN} tokens, zigzag, causal; Python {platform.python_version()}, one core, ms")
     print("| route | ranks | one document | documents of 8,192 tokens |")
     print("|---|---|---|---|")
-    documents = packed(8192)
+    documents = packed_documents(8192)
     for num_ranks in (8, 64, 256):
         routes = {"ring": ring(num_ranks), "mesh 8": mesh(8, num_ranks // 8)}
         if num_ranks % 16 == 0:
             routes["concentric 4"] = concentric(num_ranks, 4)
         for name, schedule in routes.items():
-            times = [milliseconds(schedule, Mask(CAUSAL, cu)) for cu in (None, documents)]
+            times = [time_lowering(schedule, Mask(CAUSAL, cu)) for cu in (None, documents)]
             print(f"| {name} | {num_ranks} | " + " | ".join(f"{t:,.0f}" for t in times) + " |")
     print("\nchoosing a plan, everything left open, 32 heads on 8 key heads, h100-8x400g, ms")
     print("| ranks | first length | another length | window of 8,192 | documents of 8,192 tokens |")
     print("|---|---|---|---|---|")
-    near = Mask(Band(8192, 0)), Mask(CAUSAL, documents)
+    sparse_masks = Mask(Band(8192, 0)), Mask(CAUSAL, documents)
     for num_ranks in (2, 4, 8, 16, 32, 64, 256, 4096):
-        times = [choosing(num_ranks, seqlen, Mask(CAUSAL)) for seqlen in (SEQLEN, SEQLEN // 2)]
-        times += [choosing(num_ranks, SEQLEN, mask) for mask in near]
+        times = [time_planning(num_ranks, seqlen, Mask(CAUSAL)) for seqlen in (SEQLEN, SEQLEN // 2)]
+        times += [time_planning(num_ranks, SEQLEN, mask) for mask in sparse_masks]
         print(f"| {num_ranks} | " + " | ".join(f"{t:,.0f}" for t in times) + " |")
 
 
