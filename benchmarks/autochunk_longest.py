@@ -1,5 +1,4 @@
-"""How much longer a sequence may be, for benchmarks/autochunk.py: by bisection on fake tensors,
-where a model of any length costs nothing."""
+"""The longest sequences of benchmarks/autochunk.py, found by bisection on fake tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ LONGER_HEAD += ("slowdown", "real run MiB")
 GPU_HEAD = ("model", "attention", "unchunked", "chunked", "times", "elements, times", "slowdown")
 GPU_HEAD += ("weights GB", "most slices")
 CAP_HEAD = ("model", "attention", "how", "length", "planned GB", "measured GB", "in blocks", "ran")
-Room = Callable[[nn.Module, dict[str, Any]], int]  # bytes for the activations of a call
+Budget = Callable[[nn.Module, dict[str, Any]], int]  # bytes for the activations of a call
 
 
 @dataclass(frozen=True)
@@ -116,9 +115,9 @@ def without_init() -> AbstractContextManager[Any]:
     return import_module(f"transformers.{where}").no_init_weights()
 
 
-def beside_weights(most: int) -> Room:
-    """What `most` bytes leave beside weights and inputs."""
-    return lambda model, kwargs: most - weights_and_inputs(model, kwargs)
+def without_weights(total: int) -> Budget:
+    """The budget that is left of `total` bytes after weights and inputs."""
+    return lambda model, kwargs: total - weights_and_inputs(model, kwargs)
 
 
 def weights_and_inputs(model: nn.Module, kwargs: dict[str, Any]) -> int:
@@ -126,20 +125,20 @@ def weights_and_inputs(model: nn.Module, kwargs: dict[str, Any]) -> int:
     return sum(x.nbytes for x in (*model.parameters(), *model.buffers(), *tensors(kwargs)))
 
 
-def longest_whole(case: Longer, room: Room, **where: Any) -> int:
-    """The longest that fits as it is."""
+def longest_whole(case: Longer, budget: Budget, **where: Any) -> int:
+    """The longest sequence that fits without slices."""
 
     def fits(length: int) -> bool:
         model, kwargs = case.fake(length, **where)
-        return unchunked_peak(model, (), kwargs) <= room(model, kwargs)
+        return unchunked_peak(model, (), kwargs) <= budget(model, kwargs)
 
     return longest(fits, case.length // 16, case.length, WITHIN / 2)
 
 
 def longest_sliced(
-    case: Longer, room: Room, known: int, within: float, *rates: Any, **where: Any
+    case: Longer, budget: Budget, known: int, within: float, *rates: Any, **where: Any
 ) -> tuple[int, ChunkPlan | None]:
-    """The longest that fits in slices, and its plan; `known` fits as it is.
+    """The longest sequence that fits in slices, and its plan; `known` fits without slices.
 
     Args:
         rates: the largest slowdown, and of the device that is to run it; see `memory_profiles`.
@@ -149,44 +148,52 @@ def longest_sliced(
     def fits(length: int) -> bool:
         model, kwargs = case.fake(length, **where)
         try:
-            memory = max(1, room(model, kwargs))
+            memory = max(1, budget(model, kwargs))
             plans[length] = memory_profiles(model, kwargs, memory, *rates).plan
         except BudgetError:
             return False
         return True
 
-    reach = longest(fits, case.length // 16, known, within)
-    return reach, plans.get(reach)
+    longest_length = longest(fits, case.length // 16, known, within)
+    return longest_length, plans.get(longest_length)
 
 
-def times(case: Longer, whole: int, reach: int) -> tuple[str, str]:
+def times(case: Longer, whole: int, longest_length: int) -> tuple[str, str]:
     """How much longer, and how many times the elements."""
-    return f"{reach / whole:.1f}", f"{(reach / whole) ** case.dims:.1f}"
+    return f"{longest_length / whole:.1f}", f"{(longest_length / whole) ** case.dims:.1f}"
 
 
 def longer_cells(case: Longer) -> tuple[object, ...]:
     """The longest sequence within what the model needs at its first length."""
     model, kwargs = case.fake(case.length)
     budget = unchunked_peak(model, (), kwargs)
-    reach, plan = longest_sliced(case, lambda *_: budget, case.length, WITHIN, ANY)
+    longest_length, plan = longest_sliced(case, lambda *_: budget, case.length, WITHIN, ANY)
     slower, real = f"{plan.slowdown:+.1%}" if plan else "", ""
     if case.confirm:
-        model, kwargs = case.made(reach)
+        model, kwargs = case.made(longest_length)
         real = mib(measured_peak(autochunk(model, (), kwargs, budget, ANY), kwargs))
-    longer = times(case, case.length, reach)
-    return *case.names, case.length, mib(budget), reach, *longer, slower, real
+    longer = times(case, case.length, longest_length)
+    return *case.names, case.length, mib(budget), longest_length, *longer, slower, real
 
 
 def gpu_cells(case: Longer) -> tuple[object, ...]:
     """The longest sequence within a GPU's memory without and with slices, on fake tensors."""
-    room = beside_weights(GPU)
-    whole = longest_whole(case, room)
-    reach, plan = longest_sliced(case, room, whole, WITHIN / 2, 0.1, Rates())
+    budget = without_weights(GPU)
+    whole = longest_whole(case, budget)
+    longest_length, plan = longest_sliced(case, budget, whole, WITHIN / 2, 0.1, Rates())
     assert plan is not None
-    held = f"{weights_and_inputs(*case.fake(reach)) / 1e9:.1f}"
+    held = f"{weights_and_inputs(*case.fake(longest_length)) / 1e9:.1f}"
     slices = max(part.chunks for part in plan.regions)
     slower = f"{plan.slowdown:+.1%}"
-    return *case.names, whole, reach, *times(case, whole, reach), slower, held, slices
+    return (
+        *case.names,
+        whole,
+        longest_length,
+        *times(case, whole, longest_length),
+        slower,
+        held,
+        slices,
+    )
 
 
 def capped_rows(
@@ -194,18 +201,18 @@ def capped_rows(
 ) -> None:
     """The longest that the plan says fits, as it is and in slices, run within the cap of a GPU; and
     that the model as it is runs out of memory at 1.1 times its own."""
-    room = beside_weights(int((1 - SPARE) * cap))
+    budget = without_weights(int((1 - SPARE) * cap))
     where: dict[str, Any] = {"device": "cuda", "dtype": dtype}
-    whole = longest_whole(case, room, **where)
-    reach, _ = longest_sliced(case, room, whole, WITHIN, 0.1, rates, **where)
+    whole = longest_whole(case, budget, **where)
+    longest_length, _ = longest_sliced(case, budget, whole, WITHIN, 0.1, rates, **where)
     beyond = -(-int(1.1 * whole) // 16) * 16
     with _cap(cap):
         for how, length, sliced in (
             ("as it is", whole, False),
             ("as it is, 1.1 times that", beyond, False),
-            (f"in slices, {reach / whole:.1f} times", reach, True),
+            (f"in slices, {longest_length / whole:.1f} times", longest_length, True),
         ):
-            cells = _run_within(case, length, room if sliced else None, where)
+            cells = _run_within(case, length, budget if sliced else None, where)
             row(*case.names, how, length, *cells)
             gc.collect()
             torch.cuda.empty_cache()
@@ -213,7 +220,7 @@ def capped_rows(
 
 @contextmanager
 def _cap(count: int) -> Iterator[None]:
-    """This process gets no more of the GPU than so many bytes."""
+    """Limit this process to `count` bytes of the GPU."""
     torch.cuda.empty_cache()
     share = count / torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, share))
@@ -224,15 +231,15 @@ def _cap(count: int) -> Iterator[None]:
 
 
 def _run_within(
-    case: Longer, length: int, room: Room | None, where: dict[str, Any]
+    case: Longer, length: int, budget: Budget | None, where: dict[str, Any]
 ) -> tuple[object, ...]:
     """Planned and measured GB with weights, and whether it ran."""
     planned = ""
     try:
         model, kwargs = case.made(length, **where)
         held = torch.cuda.memory_allocated()
-        if room is not None:
-            model = autochunk(model, (), kwargs, room(model, kwargs))
+        if budget is not None:
+            model = autochunk(model, (), kwargs, budget(model, kwargs))
             planned = f"{(held + model.plan.peak) / 1e9:.2f}"
             torch.cuda.empty_cache()  # what measuring the rates took
         with torch.no_grad():

@@ -1,16 +1,15 @@
-"""How often a row crosses to a host that reads it, on every route and mask: messages are not run.
+"""How often a row crosses between hosts, on every route and mask; computed, no messages are sent.
 
     python benchmarks/crossings.py --hosts 4 --ranks 4
 
-Bytes that cross between hosts, over those of each row once to each host that reads it, and of its
-partial results once from each host; forward / backward. 1.00: a row crosses once. Keys stay on an
-all-gather, queries elsewhere. "once": with "host_size" in the route.
+Ratio of bytes that cross between hosts to the minimum; forward / backward. The minimum: each row
+crosses once to each host that reads it, and its partial result once from each host. Keys stay on an
+all-gather, queries on other routes. "once": with "host_size" in the route.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -37,11 +36,11 @@ from wf_backends.schedule import (
 
 ROWS = 64  # of a rank
 SHAPE = Shape(batch=1, heads=8, kv_heads=8, head_dim=64, itemsize=2)
-Sent = tuple[int, int, str, int, Ranges]  # from, to, what, bytes of a row, rows as positions
+Sent = tuple[int, int, str, int, Ranges]  # from, to, kind, bytes of a row, positions of the rows
 
 
 def masks(tokens: int) -> dict[str, tuple[Mask, str]]:
-    """Masks by name, each with its layout."""
+    """Masks by name, each with the name of its layout."""
     quarters = [(0, tokens // 8), (tokens // 8, tokens // 4), (tokens // 4, tokens // 2)]
     quarters.append((tokens // 2, tokens))
     shared = make_mask(
@@ -59,23 +58,25 @@ def masks(tokens: int) -> dict[str, tuple[Mask, str]]:
 
 
 def routes(hosts: int, per_host: int) -> Iterator[dict[str, Any]]:
-    """The routes of the table, those that gather over several hosts twice."""
+    """The routes of the table; routes that gather over several hosts also with "host_size"."""
     n = hosts * per_host
     yield {"name": "ring"}
     yield {"name": "double_ring", "inner": per_host}
     yield {"name": "mesh", "rows": per_host, "cols": hosts}
-    for team in (t for t in (2, 4) if n % t**2 == 0):
+    for team in (team for team in (2, 4) if n % team**2 == 0):
         yield {"name": "concentric", "team_size": team}
         if team < per_host:  # its sub-rings lie inside a host
             yield {"name": "concentric", "team_size": team, "order": [0, 2, 1]}
-    wide = [{"name": "mesh", "rows": n // cols, "cols": cols} for cols in (2, 1) if cols < hosts]
-    for route in (*wide, {"name": "all_gather"}):
+    over_hosts = [
+        {"name": "mesh", "rows": n // cols, "cols": cols} for cols in (2, 1) if cols < hosts
+    ]
+    for route in (*over_hosts, {"name": "all_gather"}):
         yield route
         yield {**route, "host_size": per_host}
 
 
 def messages(problem: Problem, rows: RowBytes) -> Iterator[Sent]:
-    """Everything that all ranks send in a pass."""
+    """Every message that any rank sends in a pass."""
     reads = Reads(problem)
     forwarding = Forwarding(reads, problem.kept)
     for rank in range(problem.schedule.num_ranks):
@@ -83,39 +84,41 @@ def messages(problem: Problem, rows: RowBytes) -> Iterator[Sent]:
         stays, walks = reads.stay_layout[rank], reads.walk_layout[rank]
         held = reads.stay_rows(rank)
         parts = [(program.walk.send, walks, "walk", rows.walk.gathered)]
-        for at, step in enumerate(program.steps):
-            here = forwarding.held(at, rank)
+        for index, step in enumerate(program.steps):
+            walkers = forwarding.held(index, rank)
             parts += [
-                (step.hop_out, here, "walk", rows.walk.row),
+                (step.hop_out, walkers, "walk", rows.walk.row),
                 (step.owner_out, walks, "walk", rows.walk.row),
             ]
-            last = *step.partial_out, *step.home_out
-            parts.append((last, here, "walk found", rows.walk.partial))
-            for one in step.rounds:
-                parts.append((one.fetch.send, stays, "stay", rows.stay.gathered))
-                parts.append((one.home.send, held, "stay found", rows.stay.partial))
-        for parcels, local, what, each in parts:
+            partials = *step.partial_out, *step.home_out
+            parts.append((partials, walkers, "walk found", rows.walk.partial))
+            for gather_round in step.rounds:
+                parts.append((gather_round.fetch.send, stays, "stay", rows.stay.gathered))
+                parts.append((gather_round.home.send, held, "stay found", rows.stay.partial))
+        for parcels, local, kind, row_bytes in parts:
             for parcel in parcels:
-                yield rank, parcel.peer, what, each, globalize(parcel.rows, local)
+                yield rank, parcel.peer, kind, row_bytes, globalize(parcel.rows, local)
 
 
 def crossings(problem: Problem, rows: RowBytes, per_host: int) -> str:
-    """Bytes that cross over the least that can; "-" where none do."""
-    crossed, seen = 0, Counter[tuple[str, int, int]]()
-    for source, target, what, each, found in messages(problem, rows):
-        hosts = source // per_host, target // per_host
-        if hosts[0] == hosts[1]:
+    """Bytes that cross between hosts / the minimum; "-" if no bytes cross."""
+    crossed = 0
+    minimum: dict[tuple[str, int, int], int] = {}  # bytes of (kind, host, row)
+    for source, target, kind, row_bytes, ranges in messages(problem, rows):
+        source_host, target_host = source // per_host, target // per_host
+        if source_host == target_host:
             continue
-        crossed += size(found) * each
-        host = hosts["found" not in what]
-        seen |= Counter(
-            {(what, host, row): each for start, stop in found for row in range(start, stop)}
-        )
-    return f"{crossed / seen.total():.2f}" if seen.total() else "-"
+        crossed += size(ranges) * row_bytes
+        host = source_host if "found" in kind else target_host  # partial results leave a host
+        for start, stop in ranges:
+            for row in range(start, stop):
+                key = (kind, host, row)
+                minimum[key] = max(row_bytes, minimum.get(key, 0))
+    return f"{crossed / sum(minimum.values()):.2f}" if minimum else "-"
 
 
-def kinds(placed: Placed) -> tuple[PassKind, PassKind]:
-    """Forward and backward, keys staying on an all-gather."""
+def pass_kinds(placed: Placed) -> tuple[PassKind, PassKind]:
+    """The forward and the backward; keys stay on an all-gather, queries on other routes."""
     if placed.keys_stay:
         return replace(FORWARD, queries_walk=True), BACKWARD_QUERIES
     return FORWARD, BACKWARD_KEYS
@@ -131,19 +134,18 @@ def main() -> None:
     columns = masks(n * ROWS)
     print(f"| route | {' | '.join(columns)} |\n{'|---' * (1 + len(columns))}|")
     for route in routes(args.hosts, args.ranks):
-        placed, cells = read_placed(route, n), list[str]()
-        for mask, name in columns.values():
-            layout = make_layout(name, n, n * ROWS, mask.cu_seqlens or (0, n * ROWS), mask.slices)
-            told = place(placed, n), layout, layout, mask
-            both = (
-                crossings(
-                    Problem(*told, kind.queries_walk, host_size=placed.host_size),
-                    kind.row_bytes(SHAPE),
-                    args.ranks,
+        placed = read_placed(route, n)
+        cells: list[str] = []
+        for mask, layout_name in columns.values():
+            borders = mask.cu_seqlens or (0, n * ROWS)
+            layout = make_layout(layout_name, n, n * ROWS, borders, mask.slices)
+            schedule, ratios = place(placed, n), list[str]()
+            for kind in pass_kinds(placed):
+                problem = Problem(
+                    schedule, layout, layout, mask, kind.queries_walk, host_size=placed.host_size
                 )
-                for kind in kinds(placed)
-            )
-            cells.append(" / ".join(both))
+                ratios.append(crossings(problem, kind.row_bytes(SHAPE), args.ranks))
+            cells.append(" / ".join(ratios))
         print(f"| {placed} | {' | '.join(cells)} |", flush=True)
 
 

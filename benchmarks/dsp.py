@@ -1,4 +1,4 @@
-"""DSP beside the schemes that stay cut along one dimension, for a pair of blocks, in one run.
+"""Compare DSP with schemes that always shard the same dimension, for a pair of blocks.
 
     torchrun --nproc-per-node 4 benchmarks/dsp.py
 
@@ -42,8 +42,8 @@ class Video:
         return self.frames * self.places
 
     def draw(self) -> Tensor:
-        random = torch.Generator().manual_seed(1)
-        return torch.randn(1, self.frames, self.places, self.dim, generator=random)
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(1, self.frames, self.places, self.dim, generator=generator)
 
     def layers(self) -> list[Layer]:
         """(spatial, temporal)."""
@@ -90,15 +90,15 @@ def make_schemes(video: Video, comm: Counting) -> list[Scheme]:
     ]
 
 
-def along(dim: int, x: Tensor, layer: Layer, attend: Attend = torch_attention) -> Tensor:
+def mix_along(dim: int, x: Tensor, layer: Layer, attend: Attend = torch_attention) -> Tensor:
     """A layer whose attention mixes one dimension of x (1, T, S, D)."""
-    turned = (x.transpose(1, 2) if dim == TIME else x).squeeze(0)
-    out = layer(turned, attend).unsqueeze(0)
+    sequences = (x.transpose(1, 2) if dim == TIME else x).squeeze(0)
+    out = layer(sequences, attend).unsqueeze(0)
     return out.transpose(1, 2) if dim == TIME else out
 
 
-def steps(x: Tensor, pair: Callable[[Tensor], Tensor]) -> Step:
-    """Forward and backward of a loss that weighs all tokens alike."""
+def make_step(x: Tensor, pair: Callable[[Tensor], Tensor]) -> Step:
+    """A step: forward and backward of a loss in which all tokens have the same weight."""
     leaf = x.detach().clone().requires_grad_()
 
     def step() -> float:
@@ -111,41 +111,41 @@ def steps(x: Tensor, pair: Callable[[Tensor], Tensor]) -> Step:
 
 
 def kept(video: Video, comm: Counting) -> Step:
-    """Comes cut along places, as the pair before left it: one switch for each attention."""
+    """Starts sharded along places, as the previous pair ends: one switch before each attention."""
     dsp, layers = DynamicSequenceParallel(comm), video.layers()
     cut = dsp.split(video.draw(), SPACE)
 
     def pair(x: Tensor) -> Tensor:
         held = dsp.switch(Sharded(x, SPACE, cut.sizes), SPACE, TIME)
-        x = along(SPACE, held.tensor, layers[0])
+        x = mix_along(SPACE, held.tensor, layers[0])
         held = dsp.switch(Sharded(x, TIME, held.sizes), TIME, SPACE)
-        return along(TIME, held.tensor, layers[1])
+        return mix_along(TIME, held.tensor, layers[1])
 
-    return steps(cut.tensor, pair)
+    return make_step(cut.tensor, pair)
 
 
 def published(video: Video, comm: Counting) -> Step:
-    """Stays cut along frames but for two switches around temporal attention."""
+    """Sharded along frames; a switch before and a switch after temporal attention."""
     dsp, layers = DynamicSequenceParallel(comm), video.layers()
     cut = dsp.split(video.draw(), TIME)
 
     def pair(x: Tensor) -> Tensor:
-        x = along(SPACE, x, layers[0])
+        x = mix_along(SPACE, x, layers[0])
         held = dsp.switch(Sharded(x, TIME, cut.sizes), TIME, SPACE)
-        x = along(TIME, held.tensor, layers[1])
+        x = mix_along(TIME, held.tensor, layers[1])
         return dsp.switch(Sharded(x, SPACE, held.sizes), SPACE, TIME).tensor
 
-    return steps(cut.tensor, pair)
+    return make_step(cut.tensor, pair)
 
 
 def embedded(video: Video, sp: SequenceParallel) -> Step:
-    """Stays cut along places; spatial attention by any scheme of ours."""
+    """Always sharded along places; spatial attention over the ranks of `sp`."""
     layers = video.layers()
 
     def pair(x: Tensor) -> Tensor:
-        return along(TIME, along(SPACE, x, layers[0], sp.attention), layers[1])
+        return mix_along(TIME, mix_along(SPACE, x, layers[0], sp.attention), layers[1])
 
-    return steps(sp.shard(video.draw(), SPACE), pair)
+    return make_step(sp.shard(video.draw(), SPACE), pair)
 
 
 def ulysses_everywhere(video: Video, comm: Counting) -> Step:
@@ -161,7 +161,7 @@ def ulysses_everywhere(video: Video, comm: Counting) -> Step:
         x = layers[0](x, partial(attend, SPACE))
         return layers[1](x, partial(attend, TIME))
 
-    return steps(video.draw().flatten(1, 2).split(sizes, 1)[comm.rank], pair)
+    return make_step(video.draw().flatten(1, 2).split(sizes, 1)[comm.rank], pair)
 
 
 def megatron(video: Video, comm: Counting) -> Step:
@@ -174,7 +174,7 @@ def megatron(video: Video, comm: Counting) -> Step:
         x = layers[0](x, partial(whole, video, SPACE), *moves)
         return layers[1](x, partial(whole, video, TIME), *moves)
 
-    return steps(video.draw().flatten(1, 2).split(sizes, 1)[comm.rank], pair)
+    return make_step(video.draw().flatten(1, 2).split(sizes, 1)[comm.rank], pair)
 
 
 def whole(video: Video, dim: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

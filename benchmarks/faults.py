@@ -1,4 +1,4 @@
-"""How a job ends when one rank makes a fault: seconds to the last rank's end, and what is said.
+"""How a job ends when one rank fails: seconds to the end of the last rank, and the error messages.
 
 Starts jobs of 4 ranks under mpirun, in which rank 1 makes a fault in a layer of its third step
 (fault_rank.py), over gloo, over MPI as transport and under DeepSpeed.
@@ -27,12 +27,12 @@ from fault_rank import CALLS, ENDINGS, SKIPS, TENSORS
 from measure import cores_and_load, cpu_name
 
 RANKS, TIMEOUT_S = 4, 15
-START_S, GIVE_UP_S = 600, 120  # until the fault, and after it
-LOOK_S = 0.05
+START_S, END_S = 600, 120  # longest time until the fault, and from it to the job's end
+POLL_S = 0.05
 KINDS = (*ENDINGS, *SKIPS, *CALLS, *TENSORS)
 TRANSPORTS = ("gloo", "mpi", "deepspeed")
 MPIRUN = ["mpirun", "--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
-LONGEST = 230  # characters of a message
+MAX_CHARACTERS = 230  # of a message
 ERROR = re.compile(r"\[rank[0-9]+\]: [\w.]*Error: ((?:global )?rank .*|the ranks do not agree.*)")
 REPORT = "fault report:"
 LIBRARY = re.compile(r"\[/\S+\] |This is typically caused.*?GLHF! \S+ ?| \[[\d.:]+\]:\d+")
@@ -43,7 +43,7 @@ HEAD = f"""# Faults of one rank
 
 torch {torch.__version__}, Python {platform.python_version()}, {{machine}}.
 {RANKS} ranks under mpirun, timeout {TIMEOUT_S} s; rank 1 makes the fault in its third step.
-Seconds from the fault to the end of the last process (ended from outside after {GIVE_UP_S} s), the
+Seconds from the fault to the end of the last process (ended from outside after {END_S} s), the
 job's exit code, how many reports of the fault were printed, the first error of another rank.
 
 | fault | transport | seconds | exit code | reports | message |
@@ -75,36 +75,39 @@ def run(kind: str, transport: str) -> list[str]:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-            code = ended(job, fault)
+            code = wait_for_end(job, fault)
         end, text = time.time(), printed.read_text(errors="replace")
         took = f"{end - float(fault.read_text()):.1f}" if fault.exists() else "no fault"
         return [took, code, str(text.count(REPORT)), message(text)]
 
 
-def ended(job: subprocess.Popen[bytes], fault: Path) -> str:
-    """The job's exit code, or that it was ended from outside.
+def wait_for_end(job: subprocess.Popen[bytes], fault: Path) -> str:
+    """Wait for the job: its exit code, or "ended from outside" after a time limit.
 
-    The clock runs from the fault: until then ranks only start, which a busy machine may take
-    minutes for.
+    The limit runs from the fault; before it ranks only start, which can take minutes.
     """
     started = time.time()
     while job.poll() is None:
-        at = fault.stat().st_mtime + GIVE_UP_S if fault.exists() else started + START_S
-        if time.time() > at:
+        deadline = started + START_S
+        if fault.exists():
+            deadline = fault.stat().st_mtime + END_S
+        if time.time() > deadline:
             job.terminate()  # mpirun ends its ranks, stopped ones too
             job.wait()
             return "ended from outside"
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     return str(job.returncode)
 
 
 def message(printed: str) -> str:
-    """The first error of a rank that made no fault, without the library's own words."""
-    found = [match for match in ERROR.findall(printed) if not match.startswith("rank 1 ")]
-    if not found:
+    """The first error of a rank without the fault, without the text that the library adds."""
+    errors = [match for match in ERROR.findall(printed) if not match.startswith("rank 1 ")]
+    if not errors:
         return "-"
-    told = LIBRARY.sub("", found[0]).replace("|", "\\|")
-    return told[:LONGEST] + " ..." * (len(told) > LONGEST)
+    text = LIBRARY.sub("", errors[0]).replace("|", "\\|")
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    return f"{text[:MAX_CHARACTERS]} ..."
 
 
 if __name__ == "__main__":

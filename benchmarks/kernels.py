@@ -1,14 +1,14 @@
-"""The sdpa kernel beside torch's own attention on the same tiles, in one run on one CPU or GPU.
+"""Compare the sdpa kernel with torch's own attention on the same tiles, on one CPU or GPU.
 
     python benchmarks/kernels.py                 # all tiles, float32 and bfloat16
     python benchmarks/kernels.py --rows 4096 --threads 4
     python benchmarks/kernels.py --device cuda --rows 8192 --heads 32 --kv-heads 8 --head-dim 128
 
-Each line is the best of several alternating runs, forward and backward apart, in milliseconds.
-`x` is ours / torch's; torch has no window, so there it gets the mask that its users give it.
-`x work` is ours / (torch's full tile * the share of scores that the band shows): 1.00 would be a
-kernel that computes every score that counts, none that does not, as fast as torch its full tile.
-The last line of a dtype: what folding a tile's result into the running one takes.
+Each line is the best of several alternating runs, forward or backward, in milliseconds.
+`x` is ours / torch's; torch has no window, so there it gets a dense mask, as its users give it.
+`x work` is ours / (torch's full tile * the share of scores that the band shows): 1.00 is a kernel
+that computes only the visible scores, each as fast as torch does in a full tile.
+The last line of a dtype is the time of a merge of a tile's result into the running result.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
         for band in bands(args.rows):
             try:
                 ours, theirs = measure(args, dtype, band)
-            except RuntimeError:  # such as memory that is not enough; others may run
+            except RuntimeError:  # such as out of memory; other tiles may fit
                 traceback.print_exc()
                 continue
             full = full or theirs
@@ -91,13 +91,13 @@ def measure(
 
 
 def rows_first(args: argparse.Namespace, heads: int, dtype: torch.dtype) -> Tensor:
-    """(1, rows, heads, head_dim) seen from a rows-first buffer, as the executor's are."""
+    """(1, rows, heads, head_dim) seen from a rows-first buffer, as the runtime's are."""
     drawn = torch.randn(args.rows, 1, heads, args.head_dim)
     return drawn.to(args.device, dtype).permute(1, 0, 2, 3)
 
 
 def our_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> list[Callable]:
-    """The two calls that the executor makes."""
+    """The forward and the backward call, as the runtime makes them."""
     spec = KernelSpec(args.device, dtype, args.head_dim, args.heads, args.kv_heads)
     kernel, scores = select("sdpa", spec), Scores(args.head_dim**-0.5)
     q, dout = (rows_first(args, args.heads, dtype) for _ in range(2))
@@ -116,7 +116,7 @@ def torch_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> lis
     options: dict[str, Any] = {"enable_gqa": True, "is_causal": band == CAUSAL}
     if band not in (FULL, CAUSAL):
         options["attn_mask"] = band_mask(args.rows, args.rows, band, torch.device(args.device))
-        if args.device == "cuda":  # with a mask only the slowest way there knows groups
+        if args.device == "cuda":  # with a mask, only the slowest backend there supports GQA
             options["enable_gqa"] = False
             k, v = (x.repeat_interleave(args.heads // args.kv_heads, 1) for x in (k, v))
     forward = partial(F.scaled_dot_product_attention, q, k, v, **options)
@@ -127,7 +127,7 @@ def torch_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> lis
 
 
 def merge_ms(args: argparse.Namespace, dtype: torch.dtype) -> float:
-    """Milliseconds of folding one tile's (out, lse) into the running result, at best."""
+    """Best time in ms of a merge of one tile's (out, lse) into the running result."""
     q = rows_first(args, args.heads, dtype)
     block_out, out = q.transpose(0, 1), q.transpose(0, 1).float()
     lse = torch.zeros(out.shape[:-1], device=out.device)
@@ -135,7 +135,7 @@ def merge_ms(args: argparse.Namespace, dtype: torch.dtype) -> float:
 
 
 def best_of(calls: Sequence[Callable], repeats: int, device: str) -> list[float]:
-    """The least time of each call in ms; they take turns, so that both meet the same machine."""
+    """The best time of each call in ms; calls take turns, as the machine's load varies."""
     best = [float("inf")] * len(calls)
     for _ in range(repeats + 1):
         for index, call in enumerate(calls):

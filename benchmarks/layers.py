@@ -1,7 +1,7 @@
-"""One transformer layer, whole and in Megatron's sequence parallelism, for the comparisons.
+"""One transformer layer, on one device and in Megatron's sequence parallelism, for comparisons.
 
-Megatron's layer (arXiv 2205.05198) cuts heads and MLP over the ranks: tokens are gathered before
-attention and MLP, and partial results are reduced and scattered behind them.
+Megatron's layer (arXiv 2205.05198) splits heads and MLP over the ranks: an all-gather of tokens
+before attention and MLP, and a reduce-scatter of partial results after them.
 
 Shapes: B batch, n tokens and h heads (of this rank, or all), D width, d head_dim.
 """
@@ -24,7 +24,7 @@ Move = Callable[[Tensor], Tensor]
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """torch's own, (B, n, h, d); k and v may have fewer heads."""
+    """torch's attention of q, k, v (B, n, h, d) -> (B, n, h, d); k and v may have fewer heads."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
@@ -32,16 +32,16 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Te
 
 
 class Layer(nn.Module):
-    """Attention and MLP, both residual; x is (B, n, D) with the tokens flattened."""
+    """Attention and MLP, each with a residual connection; x is (B, n, D)."""
 
     def __init__(self, dim: int, heads: int, seed: int = 0) -> None:
         super().__init__()
         self.heads, self.head_dim = heads, dim // heads
         self.norms = nn.ModuleList(nn.LayerNorm(dim, elementwise_affine=False) for _ in range(2))
-        random = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.randn(shape, generator=random) / dim**0.5)
+            return nn.Parameter(torch.randn(shape, generator=generator) / dim**0.5)
 
         self.qkv, self.out = draw(3, dim, dim), draw(dim, dim)
         self.up, self.down = draw(4 * dim, dim), draw(dim, 4 * dim)
@@ -49,7 +49,7 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, attend: Attend, gather: Move = lambda x: x, scatter: Move = lambda x: x
     ) -> Tensor:
-        """`gather` stands before attention and MLP, `scatter` behind them."""
+        """x (B, n, D), out: the same; `gather` before attention and MLP, `scatter` after them."""
         y = gather(self.norms[0](x))
         q, k, v = (F.linear(y, w).unflatten(-1, (-1, self.head_dim)) for w in self.qkv)
         x = x + scatter(F.linear(attend(q, k, v).flatten(2), self.out))
@@ -58,7 +58,7 @@ class Layer(nn.Module):
 
 
 def cut_for_megatron(layer: Layer, rank: int, size: int) -> Layer:
-    """The part of a layer that one rank holds: 1 / size of the heads and of the MLP.
+    """The layer of one rank in Megatron's scheme: 1 / size of the heads and of the MLP.
 
     Raises:
         ValueError: if size does not divide the heads.
@@ -67,13 +67,13 @@ def cut_for_megatron(layer: Layer, rank: int, size: int) -> Layer:
         raise ValueError(f"the {size} ranks must divide the {layer.heads} heads")
     part = Layer(layer.qkv.shape[1], layer.heads)
     for name, dim in (("qkv", 1), ("out", 1), ("up", 0), ("down", 1)):
-        piece = getattr(layer, name).detach().chunk(size, dim)[rank].clone()
-        setattr(part, name, nn.Parameter(piece))
+        weight = getattr(layer, name).detach().chunk(size, dim)[rank].clone()
+        setattr(part, name, nn.Parameter(weight))
     return part
 
 
 def megatron_moves(comm: Communicator, sizes: Sizes) -> tuple[Move, Move]:
-    """(gather, scatter) of tokens along dim 1, each the other's transpose."""
+    """(all-gather, reduce-scatter) of tokens along dim 1; each is the backward of the other."""
     gather, scatter = (partial(f, comm, sizes) for f in (_gather, _reduce_scatter))
 
     def gather_tokens(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""LSS Transformer beside Megatron-style sequence parallelism and the ring, one layer, in one run.
+"""Compare LSS Transformer with Megatron-style sequence parallelism and the ring, for one layer.
 
     torchrun --nproc-per-node 4 benchmarks/lss.py
     torchrun --nproc-per-node 8 benchmarks/lss.py --tokens 4096
@@ -67,13 +67,13 @@ def make_schemes(args: argparse.Namespace, comm: Counting) -> list[Scheme]:
     whole = torch.randn(1, args.tokens, args.dim, generator=torch.Generator().manual_seed(1))
     layout = "zigzag" if causal else "contiguous"
 
-    def attention_of(sp: SequenceParallel) -> tuple[Tensor, Attend]:
+    def rows_and_attention(sp: SequenceParallel) -> tuple[Tensor, Attend]:
         local = sp.shard(whole).requires_grad_()
         return local, lambda q, k, v: sp.attention(q, k, v, causal=causal)
 
-    words = {"sequence_parallel_size": size, "layout": layout, "kernel": "sdpa"}
-    lss = SequenceParallel(SequenceParallelConfig.from_dict({**words, "strategy": "lss"}), comm)
-    ring = SequenceParallel(SequenceParallelConfig.from_dict({**words, "route": "ring"}), comm)
+    common = {"sequence_parallel_size": size, "layout": layout, "kernel": "sdpa"}
+    lss = SequenceParallel(SequenceParallelConfig.from_dict({**common, "strategy": "lss"}), comm)
+    ring = SequenceParallel(SequenceParallelConfig.from_dict({**common, "route": "ring"}), comm)
     alone = SequenceParallel(
         SequenceParallelConfig(kernel="sdpa", layout=layout), comm.view([comm.rank])
     )
@@ -86,8 +86,8 @@ def make_schemes(args: argparse.Namespace, comm: Counting) -> list[Scheme]:
         return part(x, lambda q, k, v: alone.attention(q, k, v, causal=causal), gather, scatter)
 
     return [
-        Scheme("LSS Transformer", step_of(layer, *attention_of(lss)), 4 * (size - 1)),
-        Scheme("Ring Attention", step_of(layer, *attention_of(ring)), 6 * (size - 1)),
+        Scheme("LSS Transformer", step_of(layer, *rows_and_attention(lss)), 4 * (size - 1)),
+        Scheme("Ring Attention", step_of(layer, *rows_and_attention(ring)), 6 * (size - 1)),
         Scheme("Megatron-SP", lambda: run(rows, megatron), 8 * (size - 1)),
     ]
 
@@ -97,7 +97,7 @@ def step_of(layer: Layer, x: Tensor, attend: Attend) -> Step:
 
 
 def run(x: Tensor, layer: Callable[[Tensor], Tensor]) -> float:
-    """Forward and backward of a loss that weighs all tokens alike."""
+    """Forward and backward of a loss in which all tokens have the same weight."""
     loss = layer(x).square().sum()
     loss.backward()
     x.grad = None
