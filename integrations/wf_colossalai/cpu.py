@@ -83,7 +83,9 @@ class _Adam:
         div_scale: float = -1,
     ) -> None:
         """Do one step of Adam or AdamW in place; a div_scale above 0 divides the gradient."""
-        grad = grad.to(param.dtype) / (div_scale if div_scale > 0 else 1)
+        grad = grad.to(param.dtype)
+        if div_scale > 0:
+            grad = grad / div_scale
         corrections = (1 - beta**step if bias_correction else 1.0 for beta in (beta1, beta2))
         tensors = (param, grad, exp_avg, exp_avg_sq)
         options = (lr, beta1, beta2, eps, weight_decay, *corrections, self._uses_adamw)

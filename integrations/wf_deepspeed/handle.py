@@ -89,7 +89,8 @@ class WallFacer(Handle):
             )
         if valid is None:
             valid = self.count_valid([{"labels": labels}])
-        return token_loss(logits, labels, valid) * dist.get_world_size(self.groups.world) * steps
+        share = dist.get_world_size(self.groups.world) * steps
+        return token_loss(logits, labels, valid) * share
 
     def count_valid(self, batches: Iterable[Mapping[str, Any]]) -> int:
         """Count the valid labels of sharded micro-batches over all ranks of the world."""

@@ -56,10 +56,10 @@ def init_inference(
                        "autochunk": {"max_memory": "2GB", "max_slowdown": 0.5, "seqlen": 8192}}}
 
     With "autochunk" the model runs in slices, so that a prompt's activations take less memory. The
-    plan is for "seqlen" tokens; by default for the "prompt" of "hetegen", or without it for as many
-    tokens as the model has positions. Prompts of other lengths are planned at their first call.
-    With "hetegen" the weights are split over the accelerator and the host, and DeepSpeed makes no
-    engine. Without the block this is deepspeed.init_inference.
+    plan is for "seqlen" tokens; by default for the "prompt" of "hetegen", or without "hetegen" for
+    as many tokens as the model has positions. Prompts of other lengths are planned at their first
+    call. With "hetegen" the weights are split over the accelerator and the host, and DeepSpeed
+    makes no engine. Without the block this is deepspeed.init_inference.
 
     Args:
         model: in evaluation mode; with "hetegen" on the CPU.

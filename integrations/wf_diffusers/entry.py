@@ -14,9 +14,9 @@ def attach(model: nn.Module, sp: SequenceParallel) -> Handle:
     """Split the tokens of a diffusers transformer over the ranks of `sp`.
 
     Every rank of a sequence calls the model with the same whole inputs, and gets the whole sample.
-    The hooks of the model cut tokens and rotary embeddings at its first blocks, and gather the
-    rows of all ranks before the sample is assembled. In training every rank computes the same loss
-    from the whole sample, and gradients are averaged over all ranks, as data parallelism does.
+    The hooks of the model cut tokens and rotary embeddings where they enter its blocks, and gather
+    the rows of all ranks before the sample is assembled. In training every rank computes the same
+    loss from the whole sample, and gradients are averaged over all ranks, as data parallelism does.
 
     Args:
         model: one of the models in `wf_diffusers.families`, with any attention backend.

@@ -86,7 +86,9 @@ def test_text_that_is_too_short_for_the_ranks_is_refused() -> None:
     def rank(comm: Any) -> None:
         model, given = models[comm.rank]
         with wf_diffusers.attach(model, sequence_parallel(comm)):
-            with pytest.raises(ValueError, match=r"streams of \[1, 16\] tokens are too short"):
+            with pytest.raises(
+                ValueError, match=r"streams of \[1, 16\] tokens are too short for 2 ranks"
+            ):
                 model(**given)
 
     models = [build("qwen_image", text=1) for _ in range(2)]
