@@ -88,7 +88,7 @@ def _write_error(board: Board, rank: int, error: BaseException | None) -> None:
 
 
 def _report_errors(board: Board, rank: int, size: int) -> None:
-    """Wait until another rank has reported, or all ranks have failed; else report their errors.
+    """Wait for a report by another rank, but not if all have failed; if none comes, report.
 
     The lowest rank that failed reports, unless all failed by the same error.
 

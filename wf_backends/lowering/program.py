@@ -174,7 +174,7 @@ class RankProgram:
     def hop_peers(self) -> tuple[frozenset[int], ...]:
         """The peers of each step's hop and of the partial results that are posted with it: [step].
 
-        Rows from or to an owner that is such a peer are posted together with the hop. Posted after
+        Rows from or to a peer of the hop are posted together with the hop. Posted after
         it, they would wait: a link that is busy in one direction does not start the other one.
         """
         peers = list[frozenset[int]]()

@@ -51,7 +51,7 @@ class Segment(NamedTuple):
         return (b - a) * (2 * first + slope * (a + b - 1)) // 2 if a < b else 0
 
     def rows(self, start: int, stop: int) -> tuple[Range, ...]:
-        """Tokens `start` to `stop` of an order in which any n tokens have n * density scores.
+        """Tokens `start` to `stop` of an order in which n tokens have nearly n * density scores.
 
         If the number of keys rises or falls, this order goes from both ends inwards: a token and
         its mirror image together have 2 * density scores.

@@ -170,7 +170,7 @@ def layout_of(name: str, rows: Sequence[int], mask: Mask, tensor: str) -> Layout
 
 
 def padding_multiple(name: str, num_ranks: int) -> int:
-    """Sequences padded to a multiple of this have shards of equal lengths."""
+    """The multiple to which a layout in equal chunks pads; 1 for the others."""
     return max(1, num_ranks * LAYOUTS[name].chunks_per_rank)
 
 

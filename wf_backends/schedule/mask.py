@@ -46,7 +46,7 @@ class Mask:
 
     @property
     def is_dense(self) -> bool:
-        """Whether queries see all keys, or all keys before them: then most rows must travel."""
+        """Whether queries see all keys, or all up to some: then most rows must travel."""
         return self.slices is None and not self.is_near
 
     @property

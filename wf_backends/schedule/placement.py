@@ -122,7 +122,7 @@ def read_placed(route: Mapping[str, Any], n: int, max_host_size: int | None = No
 
     Raises:
         ValueError: if the route does not fit n ranks, if "order" does not list all digits (names
-            them and their sizes), or if a route that gathers nothing has a "host_size".
+            them and their sizes), or if a route that gathers nothing has a "host_size" > 1.
     """
     placement_keys = (ORDER, REVERSE, HOST_SIZE)
     words = {key: value for key, value in route.items() if key not in placement_keys}
