@@ -43,7 +43,7 @@ class HostWeight:
         return self.tensor.narrow(self.dim, start, stop - start)
 
     def multiply(self, rows: Tensor, x: Tensor, out: Tensor) -> None:
-        """x (n, columns) times the transposed `rows`, a view of the weight, into out (n, rows)."""
+        """x (n, columns) times some rows of the weight, or a copy of them, into out (n, rows)."""
         torch.mm(x, rows.t() if self.dim == 0 else rows, out=out)
 
     def look_up(self, ids: Tensor, out: Tensor) -> None:
@@ -123,7 +123,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor, i
             dim = 1 if type(module).__name__ == "Conv1D" else 0
             yield name, module.weight, module.weight.detach(), dim
         stacks = expert_stacks(module)
-        num_experts = max((len(stack) for stack in stacks.values()), default=0)
+        num_experts = len(next(iter(stacks.values()), ()))  # of the first stack
         for expert in range(num_experts):
             for key, stack in stacks.items():
                 dim = 1 if module.is_transposed else 0
