@@ -122,8 +122,8 @@ class AttentionMethod:
         with self._consistency:  # an error in this block is raised on all ranks
             check_tensors(q, k, v, kv_up)
             no_tensors = alibi_slopes is sinks is kv_up is position_bias is None  # all are None
-            no_numbers = softmax_scale is dropout_seed is None and softcap == dropout_p == 0
-            if no_tensors and no_numbers:
+            no_seed_or_scale = softmax_scale is dropout_seed is None
+            if no_tensors and no_seed_or_scale and softcap == dropout_p == 0:
                 softmax = plain_softmax(q.shape[-1])
             else:
                 options = softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed
