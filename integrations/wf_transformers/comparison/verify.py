@@ -88,7 +88,7 @@ def verify(
             in a dtype narrower than float32; "strict" raises then, too.
         whole_batches: whether the attached model takes whole batches, with labels.
         batch: keyword arguments of the unattached model. None: a random batch.
-        gather: a context in which all parameters of one module are whole, for models whose
+        gather: a context in which a module's own parameters are whole, for models whose
             parameters are partitioned: only their forward is compared.
 
     Returns:

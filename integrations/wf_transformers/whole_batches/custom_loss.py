@@ -35,7 +35,7 @@ INPUTS = (
     "token_type_ids",
     *MASK_WORDS,
 )
-"""Arguments that are cut for a model with a custom loss. Any others belong to the loss."""
+"""Arguments that are cut for a model with a custom loss. Others by token belong to the loss."""
 
 
 def custom_loss_reason(model: nn.Module, arguments: Mapping[str, Any]) -> str | None:
