@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import SMALL, TWO_HOSTS
-from tests.slices import block_causal, words
+from tests.slices import block_causal, sliced
 
 FRAMES = block_causal(1024, 8192)
 
@@ -50,10 +50,10 @@ def test_explain_shows_the_mask(wallfacer, tmp_path) -> None:
         ("[" * 100_000, [], "mask.json is not JSON: maximum recursion depth"),
         ({"q_ranges": []}, [], "got ['q_ranges']"),
         (FRAMES | {"causal": True}, [], "got ['attn_mask_types', 'causal', 'k_ranges', 'q_r"),
-        (words((0, 9, 0, 9, "casual")), [], "mask.json: attn_mask_types must be of"),
-        (words((5, 5, 0, 9, "full")), [], "mask.json: q_ranges[0] must be 0 <= start < stop"),
-        (words((0, 9, 0, 9, "full"), (0, 2, 0, 2, "full")), [], "must not overlap: slice 0"),
-        (words((0, 9000, 0, 9, "full")), [], "ends beyond the sequence of 8192 tokens"),
+        (sliced((0, 9, 0, 9, "casual")), [], "mask.json: attn_mask_types must be of"),
+        (sliced((5, 5, 0, 9, "full")), [], "mask.json: q_ranges[0] must be 0 <= start < stop"),
+        (sliced((0, 9, 0, 9, "full"), (0, 2, 0, 2, "full")), [], "must not overlap: slice 0"),
+        (sliced((0, 9000, 0, 9, "full")), [], "ends beyond the sequence of 8192 tokens"),
         (FRAMES, ["--window", "9"], "--mask says all of the mask: leave --window 9 out"),
         (FRAMES, ["--full"], "--mask says all of the mask: leave --full out"),
     ),

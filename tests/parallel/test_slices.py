@@ -8,7 +8,7 @@ import torch
 from tests.dense import dense_attention
 from tests.helpers import run_threads
 from tests.sequences import SEQLEN, run_attend, tensors
-from tests.slices import SLICES, words
+from tests.slices import SLICES, sliced
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.schedule.mask import make_mask
 
@@ -46,7 +46,7 @@ def sent(comm, mask):
 
 def test_rows_that_nobody_reads_do_not_travel():
     """Zigzag: rank 0 owns 0-8 and 56-64. Only keys 0-2 are read, by rows of ranks 0 and 1."""
-    reports = run_threads(4, sent, words((8, 12, 0, 2, "full"), (60, 64, 0, 2, "causal")))
+    reports = run_threads(4, sent, sliced((8, 12, 0, 2, "full"), (60, 64, 0, 2, "causal")))
     key = 2 * 2 * 4 * 8 * 8  # bytes of k and v of a row: batch 2, 4 heads of 8, float64
     assert reports[0] == {"forward step 0": 2 * key, "backward step 0": 2 * key}
     assert sum(reports[1].values()) == 2 * key and len(reports[1]) == 1  # their gradients
@@ -54,7 +54,7 @@ def test_rows_that_nobody_reads_do_not_travel():
 
 
 def test_cross_attention_with_slices():
-    told = words((0, 20, 5, 30, "full"), (20, 45, 0, 11, "causal"))
+    told = sliced((0, 20, 5, 30, "full"), (20, 45, 0, 11, "causal"))
 
     def rank(comm):
         sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=4, route="ring"), comm)
@@ -77,13 +77,13 @@ def attend_each(comm, masks):
     ("masks", "says"),
     (
         (
-            (words((0, 9, 2, 11, "causal")), words((0, 9, 2, 11, "bicausal"))),
+            (sliced((0, 9, 2, 11, "causal")), sliced((0, 9, 2, 11, "bicausal"))),
             r"mask: slices: queries \(0, 9\) of keys \(2, 11\), band\(left=inf, right=2\) "
             r"\(ranks \[0\]\), slices: .*band\(left=-2, right=2\) \(ranks \[1\]\)",
         ),
         ((SLICES["few_rows"], {"causal": True}), r"mask: slices: .*full \(ranks \[0\]\), causal"),
-        (2 * (words((0, 46, 0, 9, "full")),), r"q_ranges: slice 0 ends beyond .* 45 tokens"),
-        (2 * (words((0, 4, 0, 9, "full"), (4, 9, 9, 99, "causal")),), r"k_ranges: slice 1 .*99"),
+        (2 * (sliced((0, 46, 0, 9, "full")),), r"q_ranges: slice 0 ends beyond .* 45 tokens"),
+        (2 * (sliced((0, 4, 0, 9, "full"), (4, 9, 9, 99, "causal")),), r"k_ranges: slice 1 .*99"),
     ),
 )
 def test_masks_that_differ_or_do_not_fit_are_refused_on_all_ranks(masks, says):
@@ -102,7 +102,7 @@ def test_rows_without_a_slice_give_zero_and_take_no_gradient():
     def rank(comm):
         sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=3, route="ring"), comm)
         q, k, v, _ = (sp.shard(x).requires_grad_() for x in tensors(4, 4))
-        out = sp.attention(q, k, v, **words((0, 5, 0, 5, "causal")))
+        out = sp.attention(q, k, v, **sliced((0, 5, 0, 5, "causal")))
         out.square().sum().backward()
         rows = sp.positions(SEQLEN)
         return out.detach()[:, rows >= 5], q.grad[:, rows >= 5], k.grad[:, rows >= 5]
@@ -152,7 +152,7 @@ def test_what_the_balanced_layout_needs_is_said():
         with pytest.raises(ValueError, match=r"shards of the balanced layout: .*got \[18, 20\]"):
             sp.attention(some, some, some, **SLICES["bicausal"])
 
-    words_across = words((0, 37, 0, 30, "full"))
+    words_across = sliced((0, 37, 0, 30, "full"))
     run_threads(2, rank)
 
 

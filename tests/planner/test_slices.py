@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.planning import SHAPE, cluster
-from tests.slices import block_causal, prefix_lm, words
+from tests.slices import block_causal, prefix_lm, sliced
 from wf_backends.planner import Choice, Request, Workload, all_plans, plan_for, price_plan
 from wf_backends.planner.proxy import representative
 from wf_backends.schedule.mask import CAUSAL, Band, Mask, make_mask
@@ -43,7 +43,7 @@ def test_slices_that_differ_little_are_planned_for_once():
 def test_slices_that_a_grid_would_lose_are_planned_for_as_they_are():
     """Short documents, of which none would be left."""
     edges = range(0, S, 16)
-    asked = request(make_mask(**words(*((a, a + 16, a, a + 16, "causal") for a in edges))))
+    asked = request(make_mask(**sliced(*((a, a + 16, a, a + 16, "causal") for a in edges))))
     assert representative(asked) == asked
 
 
@@ -53,14 +53,14 @@ def test_a_mask_costs_the_same_in_slices(route):
     and costs less as `window_size` (lowering/problem.py)."""
     placed = in_rank_order(route, 8)
     told = (
-        (Mask(CAUSAL), words((0, S, 0, S, "causal"))),
-        (Mask(Band(300, 0)), words((0, 300, 0, 300, "causal"), (300, S, 0, S, "bicausal"))),
-        (Mask(CAUSAL, (0, 700, S)), words((0, 700, 0, 700, "causal"), (700, S, 700, S, "causal"))),
+        (Mask(CAUSAL), sliced((0, S, 0, S, "causal"))),
+        (Mask(Band(300, 0)), sliced((0, 300, 0, 300, "causal"), (300, S, 0, S, "bicausal"))),
+        (Mask(CAUSAL, (0, 700, S)), sliced((0, 700, 0, 700, "causal"), (700, S, 700, S, "causal"))),
     )
-    for plain, sliced in told:
+    for plain, slices in told:
         costs = [
             price_plan(request(mask, "contiguous"), Choice(1, placed, placed)).cost
-            for mask in (plain, make_mask(**sliced))
+            for mask in (plain, make_mask(**slices))
         ]
         assert costs[1].nic_bytes <= (1.1 if plain.band.left == 300 else 1) * costs[0].nic_bytes
         assert costs[1].compute_s == pytest.approx(costs[0].compute_s, rel=0.02)
@@ -69,7 +69,7 @@ def test_a_mask_costs_the_same_in_slices(route):
 def test_even_work_is_faster_than_uneven():
     """Two documents of frames: a zigzag over the whole sequence is not even there."""
     frames = [(a, a + 128, 1408 * (a >= 1408), a + 128, "full") for a in range(0, S, 128)]
-    mask, ring = make_mask(**words(*frames)), in_rank_order({"name": "ring"}, 8)
+    mask, ring = make_mask(**sliced(*frames)), in_rank_order({"name": "ring"}, 8)
     even, zigzag = (
         price_plan(request(mask, layout), Choice(1, ring, ring)).cost
         for layout in ("balanced", "zigzag")

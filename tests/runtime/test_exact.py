@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.cases import Case, assert_exact, run_case, schedules
 from tests.dense import dense_attention
-from tests.slices import SEQLEN, SLICES, drawn_slices, words
+from tests.slices import SEQLEN, SLICES, drawn_slices, sliced
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.lowering.program import OWN_MESSAGE_ROWS
@@ -205,7 +205,7 @@ def layouts(draw, n, seqlen, borders):
 @pytest.mark.parametrize("n", (3, 6))
 def test_a_buffer_of_queries_may_be_filled_anew_after_a_step_without_any(n):
     """Rows 0 and 1 see nothing, so that a rank reads walkers in steps that are apart."""
-    mask = make_mask(**words((2, 12, 0, 12, "full")))
+    mask = make_mask(**sliced((2, 12, 0, 12, "full")))
     for schedule in schedules(n).values():
         case = Case(schedule, schedule, contiguous(n, 12), mask, queries_walk=True)
         assert_exact(replace(case, kernel=SdpaKernel()))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.magi_masks import MASKS
-from tests.slices import SEQLEN, SLICES, block_causal, drawn_slices, words
+from tests.slices import SEQLEN, SLICES, block_causal, drawn_slices, sliced
 from wf_backends.lowering.areas import mask_area, tile_area
 from wf_backends.lowering.tiles import tiles
 from wf_backends.schedule.filling import Load, segments_of
@@ -53,7 +53,7 @@ def test_a_layout_that_does_not_look_at_the_mask_is_uneven():
 
 @pytest.mark.parametrize("n", (2, 4, 8))
 def test_simple_masks_are_cut_as_by_hand(n):
-    full, causal = (make_mask(**words((0, 64, 0, 64, kind))).slices for kind in ("full", "causal"))
+    full, causal = (make_mask(**sliced((0, 64, 0, 64, kind))).slices for kind in ("full", "causal"))
     assert make_layout("balanced", n, 64, slices=full) == make_layout("contiguous", n, 64)
     size = 64 // n // 2
     outside_in = make_layout("balanced", n, 64, slices=causal)

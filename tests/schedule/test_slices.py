@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dense import visible
-from tests.slices import SEQLEN, SLICES, drawn_slices, sees, window_with_sinks, words
+from tests.slices import SEQLEN, SLICES, drawn_slices, sees, sliced, window_with_sinks
 from wf_backends.lowering.areas import mask_area
 from wf_backends.schedule.mask import Mask, make_mask
 from wf_backends.schedule.slices import TYPES, Slice
@@ -45,14 +45,14 @@ slices = st.tuples(edges, edges, st.sampled_from(sorted(TYPES)))
 @settings(max_examples=500)
 @given(slices, slices)
 def test_two_slices_overlap_where_some_query_sees_some_key_in_both(a, b):
-    one, other = (words((*q, *k, kind)) for q, k, kind in (a, b))
+    one, other = (sliced((*q, *k, kind)) for q, k, kind in (a, b))
     both = any(sees(one, q, k) and sees(other, q, k) for q in range(14) for k in range(14))
     built = [Slice(q, k, *TYPES[kind](q, k)) for q, k, kind in (a, b)]
     assert built[0].overlaps(built[1]) == built[1].overlaps(built[0]) == both
 
 
 def test_slices_that_let_nothing_through_are_left_out():
-    told = words((0, 9, 0, 3, "bicausal"), (0, 4, 4, 6, "full"))
+    told = sliced((0, 9, 0, 3, "bicausal"), (0, 4, 4, 6, "full"))
     assert make_mask(**told) == Mask(slices=(Slice((0, 4), (4, 6)),))
 
 
@@ -60,29 +60,32 @@ def test_slices_that_let_nothing_through_are_left_out():
     ("told", "says"),
     (
         (
-            words((0, 8, 0, 8, "causal"), (4, 9, 2, 5, "full")),
+            sliced((0, 8, 0, 8, "causal"), (4, 9, 2, 5, "full")),
             r"slice 0 \(queries \(0, 8\), keys \(0, 8\), causal\) and slice 1 \(queries \(4, 9\), "
             r"keys \(2, 5\), full\) hold the same",
         ),
-        (words((0, 8, 5, 5, "full")), r"k_ranges\[0\] must be 0 <= start < stop, got \(5, 5\)"),
-        (words((7, 3, 0, 5, "full")), r"q_ranges\[0\] must be 0 <= start < stop, got \(7, 3\)"),
-        (words((-1, 3, 0, 5, "full")), r"q_ranges\[0\] must be 0 <= start"),
-        (words((0, 3, 0, 5, "casual")), r"attn_mask_types.*got 'casual'; did you mean 'causal'\?"),
-        (words((0, 3, 0, 5, [])), r"attn_mask_types must be of .*got \[\]"),
-        (words((0, 3.5, 0, 5, "full")), r"q_ranges\[0\] must be \(start, stop\)"),
-        (words() | {"q_ranges": [(0, 1)]}, r"one entry a slice, got \(1, 0, 0\)"),
-        (words(), "no query sees a key"),
+        (sliced((0, 8, 5, 5, "full")), r"k_ranges\[0\] must be 0 <= start < stop, got \(5, 5\)"),
+        (sliced((7, 3, 0, 5, "full")), r"q_ranges\[0\] must be 0 <= start < stop, got \(7, 3\)"),
+        (sliced((-1, 3, 0, 5, "full")), r"q_ranges\[0\] must be 0 <= start"),
+        (sliced((0, 3, 0, 5, "casual")), r"attn_mask_types.*got 'casual'; did you mean 'causal'\?"),
+        (sliced((0, 3, 0, 5, [])), r"attn_mask_types must be of .*got \[\]"),
+        (sliced((0, 3.5, 0, 5, "full")), r"q_ranges\[0\] must be \(start, stop\)"),
+        (sliced() | {"q_ranges": [(0, 1)]}, r"one entry a slice, got \(1, 0, 0\)"),
+        (sliced(), "no query sees a key"),
         (
-            words((0, 3, 0, 5, "full")) | {"q_ranges": torch.tensor([[0, 3]])},
+            sliced((0, 3, 0, 5, "full")) | {"q_ranges": torch.tensor([[0, 3]])},
             r"q_ranges must be host integers; pass q_ranges.tolist\(\)",
         ),
-        (words((0, 3, 0, 5, "full")) | {"k_ranges": np.array([[0, 5]])}, "k_ranges must be a list"),
-        (words((0, 3, 0, 5, "full")) | {"attn_mask_types": "full"}, "must be a list"),
-        (words((0, 3, 0, 5, "full")) | {"q_ranges": [(0, 1, 2)]}, r"must be \(start, stop\)"),
-        (words((0, 3, 0, 5, "full")) | {"k_ranges": None}, r"go together: \['k_ranges'\] missing"),
-        (words((0, 3, 0, 5, "full")) | {"causal": True}, r"leave \['causal'\] out"),
-        (words((0, 3, 0, 5, "full")) | {"window_size": (3, 0)}, r"leave \['window_size'\] out"),
-        (words((0, 3, 0, 5, "full")) | {"cu_seqlens": (0, 5)}, r"leave \['cu_seqlens'\] out"),
+        (
+            sliced((0, 3, 0, 5, "full")) | {"k_ranges": np.array([[0, 5]])},
+            "k_ranges must be a list",
+        ),
+        (sliced((0, 3, 0, 5, "full")) | {"attn_mask_types": "full"}, "must be a list"),
+        (sliced((0, 3, 0, 5, "full")) | {"q_ranges": [(0, 1, 2)]}, r"must be \(start, stop\)"),
+        (sliced((0, 3, 0, 5, "full")) | {"k_ranges": None}, r"go together: \['k_ranges'\] missing"),
+        (sliced((0, 3, 0, 5, "full")) | {"causal": True}, r"leave \['causal'\] out"),
+        (sliced((0, 3, 0, 5, "full")) | {"window_size": (3, 0)}, r"leave \['window_size'\] out"),
+        (sliced((0, 3, 0, 5, "full")) | {"cu_seqlens": (0, 5)}, r"leave \['cu_seqlens'\] out"),
     ),
 )
 def test_malformed_slices_are_refused(told, says):
