@@ -1,4 +1,4 @@
-"""What tests of SequenceParallel share: tensors, masks, slow links, attention beside dense."""
+"""What tests of SequenceParallel share: tensors, masks, a slow topology, errors against dense."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.schedule.mask import make_mask
 from wf_backends.schedule.slices import SLICE_WORDS
 
-SEQLEN = 45
+SEQLEN = 45  # not a multiple of 2, 4, 6 or 8 ranks
 MASKS = (
     {},
     {"causal": True},
     {"window_size": (5, 2)},
     {"causal": True, "window_size": (9, 9), "cu_seqlens": [0, 7, 30, SEQLEN]},
 )
-SLOW = {
+SLOW_TOPOLOGY = {
     "name": "two hosts",
     "hosts": 2,
     "ranks_per_host": 2,
@@ -29,15 +29,16 @@ SLOW = {
 }
 
 
-def bytes_count(gigabits_per_s):
-    """As SLOW without latencies, so that even tiny tensors are told apart by their bytes."""
+def without_latency(gigabits_per_s):
+    """SLOW_TOPOLOGY with almost no latency: of small tensors, too, the bytes decide the time."""
     rates = {"forward_tflops": 0.02, "backward_tflops": 0.04, "call_us": 1e-3}
     inside = {"latency_us": 1e-3, "gigabits_per_s": 80}
     between = {"latency_us": 1e-3, "gigabits_per_s": gigabits_per_s}
-    return SLOW | {"inside": inside, "between": between, "kernels": {"sdpa": rates}}
+    return SLOW_TOPOLOGY | {"inside": inside, "between": between, "kernels": {"sdpa": rates}}
 
 
 def tensors(heads, kv_heads, dtype=torch.float64, seqlen=SEQLEN):
+    """q, k, v and dout of the whole sequence: batch 2, head_dim 8, the same values at each call."""
     random = torch.Generator().manual_seed(0)
     shapes = [(2, seqlen, n, 8) for n in (heads, kv_heads, kv_heads, heads)]
     return [torch.randn(s, generator=random, dtype=torch.float64).to(dtype) for s in shapes]
@@ -48,26 +49,29 @@ def gradients(out, dout, q, k, v):
     return [out, *torch.autograd.grad((out * dout).sum(), (q, k, v))]
 
 
-def attend(comm, words, heads, kv_heads, mask, wanted, topology=None):
-    """Worst error of what `gradients` gives of whole tensors, through shard and unshard; and what
-    was sent: "ulysses", "gather", "step", "home"."""
-    sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm, topology)
+def attend(comm, config, heads, kv_heads, mask, expected, topology=None):
+    """(largest error of out, dq, dk, dv on one rank, kinds of messages that it sent).
+
+    The rank shards whole tensors and unshards the output. A kind of message is the second word of
+    its label: "ulysses", "gather", "step", "home".
+    """
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(config), comm, topology)
     q, k, v, dout = tensors(heads, kv_heads)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     slices = {key: mask[key] for key in SLICE_WORDS if key in mask}
-    parts = (sp.shard(x, **slices) for x in (q, k, v))
-    out = sp.unshard(sp.attention(*parts, **mask), **slices)
-    found = gradients(out, dout, q, k, v)
-    worst = max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
-    return worst, frozenset(label.split()[1] for label in sp.report() if "shard" not in label)
+    shards = (sp.shard(x, **slices) for x in (q, k, v))
+    out = sp.unshard(sp.attention(*shards, **mask), **slices)
+    actual = gradients(out, dout, q, k, v)
+    error = max((a - b).abs().max().item() for a, b in zip(actual, expected, strict=True))
+    return error, frozenset(label.split()[1] for label in sp.report() if "shard" not in label)
 
 
-def run_attend(words, heads, kv_heads, mask, topology=None):
-    """(worst error of any rank, what each sent), beside dense attention."""
+def run_attend(config, heads, kv_heads, mask, topology=None):
+    """(largest error of any rank against dense attention, kinds of messages of each rank)."""
     q, k, v, dout = tensors(heads, kv_heads)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    wanted = gradients(dense_attention(q, k, v, make_mask(**mask), 8**-0.5), dout, q, k, v)
-    wanted = [x.detach() for x in wanted]
-    size = words["sequence_parallel_size"]
-    results = run_threads(size, attend, words, heads, kv_heads, mask, wanted, topology)
-    return max(error for error, _ in results), [labels for _, labels in results]
+    dense = gradients(dense_attention(q, k, v, make_mask(**mask), 8**-0.5), dout, q, k, v)
+    expected = [x.detach() for x in dense]
+    size = config["sequence_parallel_size"]
+    results = run_threads(size, attend, config, heads, kv_heads, mask, expected, topology)
+    return max(error for error, _ in results), [kinds for _, kinds in results]

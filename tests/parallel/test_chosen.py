@@ -9,7 +9,15 @@ import torch
 
 from tests.dense import dense_attention
 from tests.helpers import run_threads
-from tests.sequences import MASKS, SEQLEN, SLOW, bytes_count, gradients, run_attend, tensors
+from tests.sequences import (
+    MASKS,
+    SEQLEN,
+    SLOW_TOPOLOGY,
+    gradients,
+    run_attend,
+    tensors,
+    without_latency,
+)
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.cluster.presets import one_host
 from wf_backends.cluster.topology import from_dict
@@ -24,7 +32,7 @@ def test_a_size_alone_is_exact_whatever_is_chosen(size, mask):
     for heads, kv_heads in ((8, 2), (1, 1), *more):
         for gbit in (0.01, 100):
             words = {"sequence_parallel_size": size, "kernel": "reference"}
-            topology = from_dict(bytes_count(gbit)).with_ranks(size)
+            topology = from_dict(without_latency(gbit)).with_ranks(size)
             error, labels = run_attend(words, heads, kv_heads, MASKS[mask], topology)
             assert error < 1e-10, (heads, kv_heads, gbit)
             seen.add(frozenset.union(*labels))
@@ -43,7 +51,7 @@ NEAR = (
 def test_what_is_planned_for_documents_and_windows_is_exact(size, mask):
     for gbit in (0.01, 100):
         words = {"sequence_parallel_size": size, "kernel": "reference"}
-        topology = from_dict(bytes_count(gbit) | {"hosts": size // 4, "ranks_per_host": 4})
+        topology = from_dict(without_latency(gbit) | {"hosts": size // 4, "ranks_per_host": 4})
         error, _ = run_attend(words, 8, 2, mask, topology)
         assert error < 1e-10, gbit
 
@@ -52,7 +60,7 @@ def test_what_is_planned_for_documents_and_windows_is_exact(size, mask):
 @pytest.mark.parametrize("keep", (True, "auto"))
 def test_what_was_gathered_may_be_kept(route, keep):
     words = {"sequence_parallel_size": 8, "route": route, "keep_gathered": keep}
-    topology = from_dict(bytes_count(0.01)).with_ranks(8)
+    topology = from_dict(without_latency(0.01)).with_ranks(8)
     assert run_attend(words, 8, 4, {"window_size": (20, 0)}, topology)[0] < 1e-10
 
 
@@ -61,14 +69,14 @@ def test_keys_are_kept_that_only_later_steps_of_the_forward_read(moves):
     route = {"name": "concentric", "team_size": 2}
     words = {"sequence_parallel_size": 8, "route": route, "keep_gathered": True}
     words |= {"backward_moves": moves, "layout": "contiguous"}
-    topology = from_dict(bytes_count(0.01)).with_ranks(8)
+    topology = from_dict(without_latency(0.01)).with_ranks(8)
     assert run_attend(words, 8, 4, {"window_size": (20, 0)}, topology)[0] < 1e-10
 
 
 def test_an_auto_degree_around_a_named_route():
     route = {"name": "concentric", "team_size": 2}
     words = {"sequence_parallel_size": 8, "route": route, "ulysses_degree": "auto"}
-    topology = from_dict(bytes_count(0.01)).with_ranks(8)
+    topology = from_dict(without_latency(0.01)).with_ranks(8)
     error, labels = run_attend(words, 8, 4, {"causal": True}, topology)
     assert error < 1e-10
     assert all("ulysses" in one for one in labels)
@@ -76,7 +84,7 @@ def test_an_auto_degree_around_a_named_route():
 
 def attend_across(comm):
     """Cross attention with everything left open: 45 queries, 64 keys."""
-    topology = from_dict(bytes_count(0.01))
+    topology = from_dict(without_latency(0.01))
     sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=4), comm, topology)
     q, k, v = tensors(8, 4)[0], *tensors(8, 4, seqlen=64)[1:3]
     q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -102,8 +110,8 @@ def bytes_on_auto(comm, topology):
 
 
 def test_auto_follows_the_topology():
-    slow = run_threads(4, bytes_on_auto, from_dict(bytes_count(0.01)))
-    fast = run_threads(4, bytes_on_auto, from_dict(bytes_count(100)))
+    slow = run_threads(4, bytes_on_auto, from_dict(without_latency(0.01)))
+    fast = run_threads(4, bytes_on_auto, from_dict(without_latency(100)))
     assert max(error for error, _ in (*slow, *fast)) < 1e-10
     assert slow[0][1] != fast[0][1]
 
@@ -120,10 +128,10 @@ def test_where_the_topology_comes_from(tmp_path, monkeypatch):
     words = {"sequence_parallel_size": 4}
     assert run_threads(4, topology_of, words) == 4 * [one_host(4)]
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps(SLOW | {"hosts": 1, "ranks_per_host": 8, "name": "mine"}))
+    path.write_text(json.dumps(SLOW_TOPOLOGY | {"hosts": 1, "ranks_per_host": 8, "name": "mine"}))
     read = run_threads(4, topology_of, words | {"topology": str(path)})
     assert {(t.name, t.size) for t in read} == {("mine", 4)}
-    given = from_dict(SLOW)
+    given = from_dict(SLOW_TOPOLOGY)
     assert run_threads(4, topology_of, words | {"topology": str(path)}, given) == 4 * [given]
     assert [entry.name for entry in tmp_path.iterdir()] == ["mine.json"]
     measured = run_threads(4, topology_of, words | {"topology": "measure"})
