@@ -1,12 +1,13 @@
-"""Layouts cut a sequence into shards: every token once, evenly, in order."""
+"""The contiguous and the zigzag layout: every token has one owner, and shards are even."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.schedule.positions import owned_positions
 from wf_backends.lowering.areas import tile_area
 from wf_backends.lowering.tiles import tiles
-from wf_backends.schedule.layout import lengths, make_layout, zigzag
+from wf_backends.schedule.layout import contiguous, lengths, make_layout, zigzag
 from wf_backends.schedule.mask import CAUSAL, Mask
 
 RANKS = (1, 2, 3, 4, 6, 8, 16)
@@ -17,35 +18,39 @@ RANKS = (1, 2, 3, 4, 6, 8, 16)
 @pytest.mark.parametrize("seqlen", (32, 33, 61, 96))
 def test_every_token_has_one_owner(name, n, seqlen):
     layout = make_layout(name, n, seqlen)
-    owned = sorted(p for shard in layout for a, b in shard for p in range(a, b))
-    assert owned == list(range(seqlen))
+    assert owned_positions(layout) == list(range(seqlen))
     assert max(lengths(layout)) - min(lengths(layout)) <= 2
     assert all(shard == tuple(sorted(shard)) for shard in layout)
 
 
+def test_a_zigzag_rank_owns_an_early_and_a_late_chunk():
+    assert contiguous(2, 8) == (((0, 4),), ((4, 8),))
+    assert zigzag(2, 8) == (((0, 2), (6, 8)), ((2, 6),))
+
+
 @pytest.mark.parametrize("n", RANKS)
-def test_lengths_that_divide_give_equal_shards(n):
-    for name, chunks in (("contiguous", 1), ("zigzag", 2)):
-        assert set(lengths(make_layout(name, n, 5 * n * chunks))) == {5 * chunks}
+@pytest.mark.parametrize(("name", "chunks"), (("contiguous", 1), ("zigzag", 2)))
+def test_divisible_lengths_give_equal_shards(name, chunks, n):
+    assert set(lengths(make_layout(name, n, 5 * n * chunks))) == {5 * chunks}
 
 
 @pytest.mark.parametrize("n", RANKS)
 def test_zigzag_gives_all_ranks_the_same_causal_work(n):
-    layout = zigzag(n, 8 * n)
-    everything = ((0, 8 * n),)
-    work = [sum(map(tile_area, tiles(shard, everything, Mask(CAUSAL)))) for shard in layout]
-    assert max(work) / (sum(work) / n) == 1.0
+    seqlen = 8 * n
+    all_keys = ((0, seqlen),)
+    layout = zigzag(n, seqlen)
+    work = [sum(map(tile_area, tiles(shard, all_keys, Mask(CAUSAL)))) for shard in layout]
+    assert len(set(work)) == 1
 
 
-@pytest.mark.parametrize(("name", "least"), (("contiguous", 4), ("zigzag", 8)))
-def test_a_sequence_too_short_is_refused_with_what_it_needs(name, least):
-    assert make_layout(name, 4, least)
-    with pytest.raises(
-        ValueError, match=f"{least - 1} tokens is too short.*{name}.*at least {least}"
-    ):
-        make_layout(name, 4, least - 1)
+@pytest.mark.parametrize(("name", "min_tokens"), (("contiguous", 4), ("zigzag", 8)))
+def test_a_sequence_too_short_is_refused_with_the_length_it_needs(name, min_tokens):
+    assert make_layout(name, 4, min_tokens)
+    message = f"{min_tokens - 1} tokens is too short.*{name}.*at least {min_tokens}"
+    with pytest.raises(ValueError, match=message):
+        make_layout(name, 4, min_tokens - 1)
 
 
-def test_an_unknown_layout_is_refused_with_the_nearest():
+def test_an_unknown_layout_is_refused_with_the_nearest_name():
     with pytest.raises(ValueError, match="did you mean 'zigzag'"):
         make_layout("zig-zag", 2, 8)

@@ -1,4 +1,4 @@
-"""Slices of a mask: what they mean, and what is refused."""
+"""Slices of a mask: the (query, key) pairs that they let through, and refusals."""
 
 from __future__ import annotations
 
@@ -15,49 +15,56 @@ from wf_backends.schedule.mask import Mask, make_mask
 from wf_backends.schedule.slices import TYPES, Slice
 
 
-def pairs(told, length=SEQLEN):
-    return [[sees(told, query, key) for key in range(length)] for query in range(length)]
+def seen_pairs(slice_lists):
+    """[query][key] -> whether the query sees the key, from the meaning of the types in words."""
+    return [[sees(slice_lists, query, key) for key in range(SEQLEN)] for query in range(SEQLEN)]
 
 
 @pytest.mark.parametrize("name", SLICES)
-def test_a_slice_means_what_its_type_says(name):
-    mask = make_mask(**SLICES[name])
-    assert visible(mask, SEQLEN, SEQLEN).tolist() == pairs(SLICES[name])
-    assert mask_area(mask, SEQLEN) == sum(map(sum, pairs(SLICES[name])))
+def test_slices_let_through_what_their_types_say(name):
+    mask, expected = make_mask(**SLICES[name]), seen_pairs(SLICES[name])
+    assert visible(mask, SEQLEN, SEQLEN).tolist() == expected
+    assert mask_area(mask, SEQLEN) == sum(map(sum, expected))
 
 
 @given(drawn_slices())
-def test_drawn_slices_mean_what_their_types_say(told):
-    mask = make_mask(**told)
-    assert visible(mask, SEQLEN, SEQLEN).tolist() == pairs(told)
-    assert mask_area(mask, SEQLEN) == sum(map(sum, pairs(told)))
+def test_drawn_slices_let_through_what_their_types_say(slice_lists):
+    mask, expected = make_mask(**slice_lists), seen_pairs(slice_lists)
+    assert visible(mask, SEQLEN, SEQLEN).tolist() == expected
+    assert mask_area(mask, SEQLEN) == sum(map(sum, expected))
 
 
-def test_a_window_with_sinks_as_slices():
-    want = [[k <= q and (q - k <= 6 or k < 3) for k in range(SEQLEN)] for q in range(SEQLEN)]
-    assert pairs(window_with_sinks(6, 3)) == want
+def test_four_slices_are_a_window_with_sinks():
+    expected = [[k <= q and (q - k <= 6 or k < 3) for k in range(SEQLEN)] for q in range(SEQLEN)]
+    assert seen_pairs(window_with_sinks(6, 3)) == expected
 
 
-edges = st.tuples(st.integers(0, 8), st.integers(1, 6)).map(lambda pair: (pair[0], sum(pair)))
-slices = st.tuples(edges, edges, st.sampled_from(sorted(TYPES)))
+small_ranges = st.tuples(st.integers(0, 8), st.integers(1, 6)).map(
+    lambda start_and_length: (start_and_length[0], sum(start_and_length))
+)
+small_slices = st.tuples(small_ranges, small_ranges, st.sampled_from(sorted(TYPES)))
 
 
 @settings(max_examples=500)
-@given(slices, slices)
-def test_two_slices_overlap_where_some_query_sees_some_key_in_both(a, b):
-    one, other = (sliced((*q, *k, kind)) for q, k, kind in (a, b))
-    both = any(sees(one, q, k) and sees(other, q, k) for q in range(14) for k in range(14))
-    built = [Slice(q, k, *TYPES[kind](q, k)) for q, k, kind in (a, b)]
-    assert built[0].overlaps(built[1]) == built[1].overlaps(built[0]) == both
+@given(small_slices, small_slices)
+def test_two_slices_overlap_if_a_query_sees_a_key_in_both(a, b):
+    lists_a, lists_b = (sliced((*q, *k, mask_type)) for q, k, mask_type in (a, b))
+    expected = any(
+        sees(lists_a, query, key) and sees(lists_b, query, key)
+        for query in range(14)
+        for key in range(14)
+    )
+    slice_a, slice_b = (Slice(q, k, *TYPES[mask_type](q, k)) for q, k, mask_type in (a, b))
+    assert slice_a.overlaps(slice_b) == slice_b.overlaps(slice_a) == expected
 
 
 def test_slices_that_let_nothing_through_are_left_out():
-    told = sliced((0, 9, 0, 3, "bicausal"), (0, 4, 4, 6, "full"))
-    assert make_mask(**told) == Mask(slices=(Slice((0, 4), (4, 6)),))
+    slice_lists = sliced((0, 9, 0, 3, "bicausal"), (0, 4, 4, 6, "full"))
+    assert make_mask(**slice_lists) == Mask(slices=(Slice((0, 4), (4, 6)),))
 
 
 @pytest.mark.parametrize(
-    ("told", "says"),
+    ("slice_lists", "message"),
     (
         (
             sliced((0, 8, 0, 8, "causal"), (4, 9, 2, 5, "full")),
@@ -88,6 +95,6 @@ def test_slices_that_let_nothing_through_are_left_out():
         (sliced((0, 3, 0, 5, "full")) | {"cu_seqlens": (0, 5)}, r"leave \['cu_seqlens'\] out"),
     ),
 )
-def test_malformed_slices_are_refused(told, says):
-    with pytest.raises(ValueError, match=says):
-        make_mask(**told)
+def test_malformed_slices_are_refused(slice_lists, message):
+    with pytest.raises(ValueError, match=message):
+        make_mask(**slice_lists)
