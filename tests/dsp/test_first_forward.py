@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator
-from wf_backends.dsp import DynamicSequenceParallel, Stages, spread
+from wf_backends.dsp import DynamicSequenceParallel, Stages, first_forward, spread
 
 DIMS = {"time": 1, "space": 2}
 WIDTH = 4
@@ -128,3 +128,10 @@ def test_a_right_model_runs_and_nothing_is_left_behind(kind: str):
     plain = run_threads(3, one_rank, kind, (2, 5, 6, WIDTH), False)
     for (out, sent, as_before), (right, wanted, _) in zip(verified, plain, strict=True):
         assert as_before and sent == wanted and out.shape == right.shape
+
+
+def test_ranks_that_keep_fewer_outputs_name_the_same_module(monkeypatch: pytest.MonkeyPatch):
+    """One rank has 3 of 5 frames, and keeps the outputs of fewer modules than the other."""
+    monkeypatch.setattr(first_forward, "KEPT_BYTES", 5000)
+    with pytest.raises(NotImplementedError, match="the output of between is the first that differ"):
+        run_threads(2, one_rank, "mean")

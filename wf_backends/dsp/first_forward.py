@@ -103,12 +103,16 @@ class FirstForward:
         self._outputs.setdefault(name, []).append(kept)
 
     def _compare_output(self, name: str, output: Any) -> None:
-        """Compare a module's output on one rank with that of the same call over the ranks."""
+        """Compare a module's output on one rank with that of the same call over the ranks.
+
+        What cannot be compared counts as equal, so that errors have the same index on every rank.
+        """
         kept = self._outputs[name].pop(0) if self._outputs.get(name) else []
-        for (part, cut), (_, whole) in zip(kept, named_tensors(output), strict=False):
+        for index, (_, whole) in enumerate(named_tensors(output)):
+            part, cut = kept[index] if index < len(kept) else (whole, None)
             expected = self._tracker.local_part(whole, cut)
-            if expected.shape == part.shape:
-                self._record_error(f"the output of {name}", part, expected)
+            comparable = part if part.shape == expected.shape else expected
+            self._record_error(f"the output of {name}", comparable, expected)
 
     def _record_error(self, what: str, output: Tensor, expected: Tensor) -> None:
         same_shape = output.shape == expected.shape
@@ -129,10 +133,11 @@ class FirstForward:
             return self._warn(text)
         if any(wrong):
             what, error, tolerance = self._errors[min(firsts)]
+            errors = gather_small(self._sp.comm, torch.tensor(error, dtype=torch.float64))
             text = (
                 f"{name} on {self._sp.size} ranks does not give what it gives on one: {what} is "
-                f"the first that differs (by {error:.1e} of its largest element on "
-                f"{self._sp.comm.me}): {CAUSES}"
+                f"the first that differs (by {errors.max():.1e} of its largest element on rank "
+                f"{self._sp.comm.global_ranks[int(errors.argmax())]}): {CAUSES}"
             )
             if self._mode == "strict" or tolerance == TOLERANCE:
                 raise NotImplementedError(text)
