@@ -101,7 +101,8 @@ class Attention(Shared):
 
         Raises:
             NotImplementedError: for arguments in `UNSUPPORTED`, and for rows that were not cut.
-            ValueError: for a mask other than that of causal or full attention.
+            ValueError: for a mask other than that of causal or full attention, with the window or
+                without.
         """
         self.was_called = True
         if not torch.compiler.is_compiling() and _wants_weights(module, sys._getframe(1)):

@@ -48,7 +48,8 @@ class MaskCheck:
                 own.
 
         Raises:
-            ValueError: if the mask differs from what `causal` and `window` give.
+            ValueError: if it is not the mask of causal or full attention, with or without the
+                window.
         """
         if mask is None or (self._passed is not None and self._passed() is mask):
             return

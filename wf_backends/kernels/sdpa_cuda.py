@@ -2,7 +2,7 @@
 
 The flash kernel is torch's copy of flash-attn 2, or flash-attn 3 or 4 after a call of
 `torch.nn.attention.activate_flash_attention_impl`. `cudnn_needs` lists what cuDNN needs; `machine`
-is the only function that asks torch and the GPU.
+and `capability_of` ask torch and the GPU.
 
 Both backwards take the lse of the whole row and compute delta from out and dout, so the runtime may
 pass any `out` that gives the right delta; see TileGrad.

@@ -171,7 +171,7 @@ def typical_documents(
 ) -> tuple[int, ...] | None:
     """Borders of drawn documents whose mean length, as tokens see it, is that of the given ones.
 
-    Lengths are rounded to powers of two.
+    The mean is rounded to seqlen / a power of two.
 
     Args:
         cu_seqlens: the borders of the real documents.

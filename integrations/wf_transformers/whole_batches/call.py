@@ -16,8 +16,8 @@ class Call:
     seqlen: int
     """Tokens without padding."""
     local: Mapping[str, Any]
-    """This rank's part of the batch: "labels" (b, s_local), shifted; "cu_seqlens" with the padding
-    as one more document."""
+    """This rank's part of the batch: "labels" (b, s_local), already shifted unless the head is a
+    masked one; "cu_seqlens" with the padding as one more document."""
     num_items: Tensor | int | None
     """Valid labels of the optimizer step, if the caller counted them for the loss."""
     whole_logits: bool
