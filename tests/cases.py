@@ -1,4 +1,4 @@
-"""One attention call on all ranks as threads, forward and backward, beside the dense one."""
+"""One attention call on ranks as threads, forward and backward, compared with dense attention."""
 
 from __future__ import annotations
 
@@ -35,22 +35,26 @@ LEARNED = ("sinks", "position_bias")
 def schedules(n: int) -> dict[str, Schedule]:
     """Every named schedule for n ranks."""
     divisors = [d for d in range(2, n) if n % d == 0]
-    found = {"ring": ring(n), "all_gather": all_gather(n)}
-    found |= {f"double_ring/{inner}": double_ring(n, inner) for inner in divisors}
-    found |= {f"mesh/{n // cols}x{cols}": mesh(n // cols, cols) for cols in [1, *divisors]}
-    teams = [team for team in range(2, n) if n % team**2 == 0]
-    return found | {f"concentric/{team}": concentric(n, team) for team in teams}
+    team_sizes = [size for size in range(2, n) if n % size**2 == 0]
+    return {
+        "ring": ring(n),
+        "all_gather": all_gather(n),
+        **{f"double_ring/{inner}": double_ring(n, inner) for inner in divisors},
+        **{f"mesh/{n // cols}x{cols}": mesh(n // cols, cols) for cols in [1, *divisors]},
+        **{f"concentric/{size}": concentric(n, size) for size in team_sizes},
+    }
 
 
 @dataclass(frozen=True)
 class Case:
-    """An attention call: who meets whom, which tokens, which mask, which heads."""
+    """An attention call: schedules, layout, mask, heads, dtype and options of the scores."""
 
     forward: Schedule
     backward: Schedule
     layout: Layout
     mask: Mask = field(default_factory=Mask)
     queries_walk: bool = False
+    """In the backward the queries move and the keys stay; False = the keys move."""
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 8
@@ -61,73 +65,69 @@ class Case:
     dtype: torch.dtype = torch.float64
     kernel: Kernel = field(default_factory=ReferenceKernel)
     keep: bool = False
-    """What the forward gathers is kept for the backward."""
-
-    queries_walk_there: bool = False
-    """In the forward."""
+    """The forward keeps the rows that it gathers, for the backward."""
+    queries_walk_in_forward: bool = False
     host_size: int = 1
-
     narrow: bool = False
-    """Partial results travel in the dtype of the activations."""
+    """Partial results are sent in the dtype of the activations."""
     value_dim: int | None = None
     softcap: float = 0.0
     alibi: bool = False
     sinks: bool = False
-    bias: int = 0
-    """Distances of a learned bias to either side, at least; 0 = none."""
+    bias_reach: int = 0
+    """The learned bias by position has a value for each distance up to this; 0 = no bias."""
     dropout_p: float = 0.0
 
     def options(self) -> dict[str, Any]:
-        """What `dense_attention` is told beside mask and scale; the same for the same case."""
+        """Options of `dense_attention` beside mask and scale, the same values at each call."""
         random = torch.Generator().manual_seed(1)
         slopes, sinks = torch.randn(2, self.heads, generator=random, dtype=torch.float64)
-        distances = 2 * self.bias + 1
+        distances = 2 * self.bias_reach + 1
         bias = torch.randn(self.heads, distances, generator=random, dtype=torch.float64)
         return {
             "softcap": self.softcap,
             "alibi_slopes": slopes.abs() if self.alibi else None,
             "sinks": sinks if self.sinks else None,
             "dropout": Dropout(self.dropout_p, 7, (0, self.heads)) if self.dropout_p else None,
-            "position_bias": bias if self.bias else None,
+            "position_bias": bias if self.bias_reach else None,
         }
 
     @property
     def num_ranks(self) -> int:
         return self.forward.num_ranks
 
-    def plans(self, rank: int) -> tuple[RankProgram, RankProgram]:
+    def programs(self, rank: int) -> tuple[RankProgram, RankProgram]:
         """(forward, backward) of one rank."""
         layouts = self.layout, self.kv_layout or self.layout
-        told = self.keep, self.host_size
-        there = Problem(self.forward, *layouts, self.mask, self.queries_walk_there, *told)
-        back = Problem(self.backward, *layouts, self.mask, self.queries_walk, *told)
-        return lower(there, rank), lower(back, rank)
+        options = self.keep, self.host_size
+        forward = Problem(self.forward, *layouts, self.mask, self.queries_walk_in_forward, *options)
+        backward = Problem(self.backward, *layouts, self.mask, self.queries_walk, *options)
+        return lower(forward, rank), lower(backward, rank)
 
     def derived_bytes(self, rank: int) -> dict[str, int]:
-        """What `traffic` says that one rank sends."""
-        size = 8 if self.dtype == torch.float64 else 4
-        partial = self.dtype.itemsize if self.narrow else None
+        """The bytes that `lowering/message_bytes.py` derives for one rank, by message label."""
         shape = Shape(
             self.batch,
             self.heads,
             self.kv_heads,
             self.head_dim,
             self.dtype.itemsize,
-            size,
-            self.value_dim,
-            partial,
+            accumulator_size=8 if self.dtype == torch.float64 else 4,
+            value_dim=self.value_dim,
+            partial_size=self.dtype.itemsize if self.narrow else None,
         )
-        there, back = self.plans(rank)
-        rows = (
-            forward_row_bytes(shape, self.queries_walk_there),
-            backward_row_bytes(shape, self.queries_walk, self.keep),
-        )
-        return bytes_sent(there, rows[0], "forward") | bytes_sent(back, rows[1], "backward")
+        forward, backward = self.programs(rank)
+        forward_rows = forward_row_bytes(shape, self.queries_walk_in_forward)
+        backward_rows = backward_row_bytes(shape, self.queries_walk, self.keep)
+        return {
+            **bytes_sent(forward, forward_rows, "forward"),
+            **bytes_sent(backward, backward_rows, "backward"),
+        }
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Whole q, k, v and dout, the same for the same case."""
+        """q, k, v and dout of the whole sequence, the same values at each call."""
         random = torch.Generator().manual_seed(0)
-        rows, keys = (
+        num_rows, num_keys = (
             sum(b - a for shard in layout for a, b in shard)
             for layout in (self.layout, self.kv_layout or self.layout)
         )
@@ -137,8 +137,10 @@ class Case:
             return torch.randn(shape, generator=random, dtype=torch.float64).to(self.dtype)
 
         value_dim = self.value_dim or self.head_dim
-        q, dout = draw(rows, self.heads) * self.q_scale, draw(rows, self.heads, value_dim)
-        return q, draw(keys, self.kv_heads), draw(keys, self.kv_heads, value_dim), dout
+        q = draw(num_rows, self.heads) * self.q_scale
+        dout = draw(num_rows, self.heads, value_dim)
+        k, v = draw(num_keys, self.kv_heads), draw(num_keys, self.kv_heads, value_dim)
+        return q, k, v, dout
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,9 @@ class Outcome:
     """Errors of out, dq, dk, dv over all ranks, and the bytes that each rank sent."""
 
     errors: dict[str, float]
-    """The worst absolute one."""
+    """The largest absolute error of each."""
     rms: dict[str, float]
-    """The root of the mean square."""
+    """The root mean square error of each."""
     sent: list[dict[str, int]]
 
     @property
@@ -160,46 +162,64 @@ def run_case(case: Case) -> Outcome:
     """Run the case on threads and compare with dense attention in float64."""
     q, k, v, dout = case.tensors()
     options = case.options()
+    inputs = {"q": q, "k": k, "v": v}
+    inputs |= {name: options[name] for name in LEARNED if options[name] is not None}
+    results = run_threads(case.num_ranks, _run_rank, case, inputs, dout)
+    expected = _run_dense(case, inputs, dout)
     rows = [positions(shard) for shard in case.layout]
     keys = [positions(shard) for shard in case.kv_layout or case.layout]
-
-    def one_rank(comm: Communicator) -> tuple[list[Tensor], dict[str, int]]:
-        r = comm.rank
-        mine = [x[:, at[r]].clone().requires_grad_() for x, at in ((q, rows), (k, keys), (v, keys))]
-        keep = case.forward.gathers() if case.keep else (False, False)
-        scores = Scores(case.scale, case.softcap, options["alibi_slopes"], options["dropout"])
-        call = Call(*case.plans(r), comm, case.kernel, scores, keep, case.narrow)
-        more = [learned(options[name]) for name in LEARNED]
-        out = Attention.apply(*mine, call, more[0], None, more[1])
-        out.backward(dout[:, rows[r]])
-        parts = [x.grad for x in (*mine, *more) if x is not None]
-        return [out.detach(), *parts], dict(comm.sent)
-
-    results = run_threads(case.num_ranks, one_rank)
-    wide = [x.double().requires_grad_() for x in (q, k, v)]
-    more = {name: learned(options[name]) for name in LEARNED if options[name] is not None}
-    dense = dense_attention(*wide, case.mask, case.scale, **options | more)
-    leaves = (*wide, *more.values())
-    right = [dense.detach(), *torch.autograd.grad(dense, leaves, dout.double())]
     errors, rms = {}, {}
-    places = {"out": rows, "dq": rows, "dk": keys, "dv": keys}
-    for i, (name, at) in enumerate(places.items()):
-        found = [(got[i].double() - right[i][:, at[r]]) for r, (got, _) in enumerate(results)]
-        flat = torch.cat([x.flatten() for x in found])
-        errors[name], rms[name] = flat.abs().max().item(), flat.square().mean().sqrt().item()
-    for i, name in enumerate(more, 4):
-        parts = torch.stack([got[i] for got, _ in results])
-        errors[f"d{name}"] = (parts.sum(0) - right[i]).abs().max().item()
+    for name, shards in {"out": rows, "dq": rows, "dk": keys, "dv": keys}.items():
+        differences = [
+            (actual[name].double() - expected[name][:, shard]).flatten()
+            for (actual, _), shard in zip(results, shards, strict=True)
+        ]
+        difference = torch.cat(differences)
+        errors[name] = difference.abs().max().item()
+        rms[name] = difference.square().mean().sqrt().item()
+    for name in [f"d{option}" for option in LEARNED if option in inputs]:
+        total = torch.stack([actual[name] for actual, _ in results]).sum(0)
+        errors[name] = (total - expected[name]).abs().max().item()
     return Outcome(errors, rms, [sent for _, sent in results])
 
 
-def learned(x: Tensor | None) -> Tensor | None:
+def _run_rank(
+    comm: Communicator, case: Case, inputs: dict[str, Tensor], dout: Tensor
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """(out and gradients of one rank, the bytes that it sent)."""
+    rows = positions(case.layout[comm.rank])
+    keys = positions((case.kv_layout or case.layout)[comm.rank])
+    shards = {"q": rows, "k": keys, "v": keys}
+    leaves = {
+        name: _leaf(x[:, shards[name]] if name in shards else x) for name, x in inputs.items()
+    }
+    options = case.options()
+    scores = Scores(case.scale, case.softcap, options["alibi_slopes"], options["dropout"])
+    keep = case.forward.gathers() if case.keep else (False, False)
+    call = Call(*case.programs(comm.rank), comm, case.kernel, scores, keep, case.narrow)
+    sinks, position_bias = (leaves.get(name) for name in LEARNED)
+    out = Attention.apply(leaves["q"], leaves["k"], leaves["v"], call, sinks, None, position_bias)
+    out.backward(dout[:, rows])
+    gradients = {f"d{name}": x.grad for name, x in leaves.items()}
+    return {"out": out.detach()} | gradients, dict(comm.sent)
+
+
+def _run_dense(case: Case, inputs: dict[str, Tensor], dout: Tensor) -> dict[str, Tensor]:
+    """Out and gradients of dense attention over the whole sequence, in float64."""
+    leaves: dict[str, Any] = {name: _leaf(x.double()) for name, x in inputs.items()}
+    out = dense_attention(mask=case.mask, scale=case.scale, **case.options() | leaves)
+    gradients = torch.autograd.grad(out, tuple(leaves.values()), dout.double())
+    named = {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+    return {"out": out.detach()} | named
+
+
+def _leaf(x: Tensor) -> Tensor:
     """A copy that collects a gradient."""
-    return None if x is None else x.clone().requires_grad_()
+    return x.detach().clone().requires_grad_()
 
 
 def assert_exact(case: Case, tolerance: float = 1e-10) -> None:
-    """The case is exact on every rank, and every rank sent what `traffic` derives."""
+    """Every rank's results are exact, and every rank sent the bytes that lowering derives."""
     outcome = run_case(case)
     assert outcome.worst < tolerance, outcome.errors
     assert outcome.sent == [case.derived_bytes(rank) for rank in range(case.num_ranks)]

@@ -50,7 +50,7 @@ def test_keys_or_queries_walk_on_zigzag(schedule, mask):
     case = Case(schedule, schedule, zigzag(schedule.num_ranks, SEQLEN), mask, queries_walk=walks)
     assert_exact(case)
     if schedule.num_ranks in (4, 8):
-        assert_exact(replace(case, queries_walk=not walks, queries_walk_there=True))
+        assert_exact(replace(case, queries_walk=not walks, queries_walk_in_forward=True))
 
 
 @pytest.mark.parametrize("name", ("all_gather", "concentric/2", "mesh/2x2", "ring"))
@@ -87,7 +87,7 @@ def test_slices(name, n):
         walks = (at // 2 + n + turn) % 2 == 0
         case = Case(schedule, schedule, layout, IN_SLICES[name], queries_walk=walks)
         assert_exact(replace(case, keep=any(schedule.gathers()) and (at // 2) % 2 == 0))
-    assert_exact(replace(case, queries_walk_there=True))
+    assert_exact(replace(case, queries_walk_in_forward=True))
 
 
 GATHERING = [
@@ -108,7 +108,7 @@ def test_what_the_forward_gathered_may_be_kept(schedule, mask):
     kept = replace(again, keep=True)
     assert_exact(kept)
     if schedule.num_ranks in (4, 6):
-        assert_exact(replace(kept, queries_walk_there=True))
+        assert_exact(replace(kept, queries_walk_in_forward=True))
     if mask == MASKS["full"]:
         assert bytes_gathered(kept) < bytes_gathered(again)
         assert_exact(replace(kept, queries_walk=True))
@@ -176,7 +176,7 @@ def cases(draw):
         draw(layouts(n, seqlen, borders or (0, seqlen))),
         mask,
         queries_walk=draw(st.booleans()),
-        queries_walk_there=draw(st.booleans()),
+        queries_walk_in_forward=draw(st.booleans()),
         heads=kv_heads * draw(st.integers(1, 3)),
         kv_heads=kv_heads,
         batch=draw(st.integers(1, 2)),

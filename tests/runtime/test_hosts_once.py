@@ -44,7 +44,7 @@ def test_exact_forward_and_backward(schedule, host_size, mask):
     layout = (contiguous if mask == "window" else zigzag)(schedule.num_ranks, SEQLEN)
     case = Case(schedule, schedule, layout, MASKS[mask], host_size=host_size)
     for walks in (False, True):
-        turned = replace(case, queries_walk=walks, queries_walk_there=walks)
+        turned = replace(case, queries_walk=walks, queries_walk_in_forward=walks)
         assert_exact(turned)
         if mask == "causal":
             assert_exact(replace(turned, keep=True, sinks=True))
@@ -57,7 +57,7 @@ def test_exact_under_slices(name):
     for route in ({"name": "all_gather"}, {"name": "mesh", "rows": 4, "cols": 2, "order": [1, 0]}):
         schedule = place(read_placed(route, 8), 8)
         stays = route["name"] == "all_gather"
-        case = Case(schedule, schedule, layout, mask, stays, queries_walk_there=stays)
+        case = Case(schedule, schedule, layout, mask, stays, queries_walk_in_forward=stays)
         assert_exact(replace(case, host_size=4))
 
 

@@ -66,7 +66,7 @@ def events_of(comm, case):
     kernel = RecordedKernel(events)
     q = torch.randn(1, 8, 4, 8, dtype=torch.float64, requires_grad=True)
     kv = torch.randn(1, 8, 2, 8, dtype=torch.float64)
-    call = Call(*case.plans(comm.rank), Recorder(comm, events), kernel, Scores(0.3))
+    call = Call(*case.programs(comm.rank), Recorder(comm, events), kernel, Scores(0.3))
     Attention.apply(q, kv, kv, call).sum().backward()
     return events
 
@@ -77,7 +77,7 @@ def chunk_events(comm, chunks):
     case = Case(ring(1), ring(1), contiguous(1, 16), Mask(CAUSAL))
     recorder = Recorder(comm, events)
     alone, group = recorder.view([comm.rank]), HeadGroup(recorder, trade, trade)
-    call = Call(*case.plans(0), alone, RecordedKernel(events), Scores(0.3))
+    call = Call(*case.programs(0), alone, RecordedKernel(events), Scores(0.3))
     q, k, v = (torch.randn(1, 8, 12, 8).requires_grad_() for _ in range(3))
     UlyssesAttention.apply(q, k, v, call, group).sum().backward()
     return [kind for kind, _ in groupby(events)]
@@ -123,7 +123,9 @@ def test_a_rank_computes_its_own_queries_while_those_of_others_are_on_their_way(
 def test_a_rank_computes_on_its_own_keys_while_those_of_others_are_on_their_way():
     """All-gather: each owner's keys as they arrive, forward and backward, their gradients too."""
     route = all_gather(4)
-    case = Case(route, route, zigzag(4, 32), Mask(), queries_walk=True, queries_walk_there=True)
+    case = Case(
+        route, route, zigzag(4, 32), Mask(), queries_walk=True, queries_walk_in_forward=True
+    )
     for events in run_threads(4, events_of, case):
         turn = events.index("post backward gather")
         for name, found in (("forward", events[:turn]), ("backward", events[turn:])):

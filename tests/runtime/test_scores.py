@@ -22,7 +22,7 @@ OPTIONS = {
     "softcap": {"softcap": 0.7, "q_scale": 3.0},
     "alibi": {"alibi": True},
     "sinks": {"sinks": True},
-    "learned bias": {"bias": 7},
+    "learned bias": {"bias_reach": 7},
     "narrow values": {"value_dim": 5},
     "wide values": {"value_dim": 11},
     "dropout": {"dropout_p": 0.3, "batch": 2},
@@ -33,7 +33,7 @@ OPTIONS = {
         "q_scale": 3.0,
         "alibi": True,
         "sinks": True,
-        "bias": 100,
+        "bias_reach": 100,
     },
 }
 EVERY = [
@@ -71,7 +71,7 @@ def with_options(draw):
         softcap=draw(caps),
         alibi=draw(st.booleans()),
         sinks=draw(st.booleans()),
-        bias=draw(st.sampled_from((0, 1, 5, 60))),
+        bias_reach=draw(st.sampled_from((0, 1, 5, 60))),
         value_dim=draw(st.sampled_from((None, 1, 3, 8, 12))),
         dropout_p=draw(st.sampled_from((0.0, 0.4))),
         q_scale=2.0,
@@ -117,7 +117,7 @@ def test_partial_results_in_16_bits_are_half_the_bytes_and_sums_of_float32(name,
     """Worse than partial results in float32, by no more than a few roundings."""
     route = schedules(8)[name]
     case = replace(NARROW, forward=route, backward=route, queries_walk=queries_walk)
-    case = replace(case, dtype=torch.bfloat16, scale=32**-0.5, queries_walk_there=queries_walk)
+    case = replace(case, dtype=torch.bfloat16, scale=32**-0.5, queries_walk_in_forward=queries_walk)
     wide, narrow = run_case(case), run_case(replace(case, narrow=True))
     for rank in range(8):
         assert narrow.sent[rank] == replace(case, narrow=True).derived_bytes(rank)
