@@ -157,8 +157,11 @@ FAMILIES = {
 }
 
 
-class Doubles(TorchFunctionMode):
-    """Inside, nothing is rounded to float32, as some models do with their scores."""
+class NoFloat32(TorchFunctionMode):
+    """Inside it torch rounds nothing to float32, to which some models cast their scores.
+
+    It acts on the thread that enters it, and not in a backward.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -194,7 +197,7 @@ def batch(size: int = 2, seqlen: int = SEQLEN) -> dict[str, Any]:
 def alone(family: Family, model: nn.Module, given: dict[str, Any]) -> tuple[Tensor, Tensor, Any]:
     """(logits, loss, gradients) of the model as its users call it."""
     whole = prepare_batch(given, multiple=1, labels_are_shifted=family.masked)
-    with Doubles():
+    with NoFloat32():
         logits = model(**{k: v for k, v in given.items() if k != "labels"}).logits
     loss = token_loss(logits, whole["labels"], count_valid(whole["labels"]))
     loss.backward()
@@ -226,7 +229,7 @@ def on_ranks(
 
     def rank(comm: Any) -> tuple[Tensor, Tensor, Any]:
         sp, model = sequence_parallel(comm), models[comm.rank]
-        with wf_transformers.attach(model, sp, verify=False), Doubles():
+        with wf_transformers.attach(model, sp, verify=False), NoFloat32():
             model = copied(model) if twin else model
             local = sp.shard_batch(given, labels_are_shifted=family.masked)
             logits = model(**wf_transformers.forward_kwargs(model, local)).logits

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
-from tests.integrations.families import FAMILIES, Doubles, batch, build  # noqa: E402
+from tests.integrations.families import FAMILIES, NoFloat32, batch, build  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
     assert_close,
     gradients,
@@ -33,7 +33,7 @@ def given(mask: torch.Tensor | None) -> dict[str, Any]:
 
 def alone(name: str, words: dict[str, Any]) -> Any:
     model = build(FAMILIES[name], **MORE)
-    with Doubles():
+    with NoFloat32():
         output = model(**words)
     output.loss.backward()
     assert output.aux_loss > 0
@@ -50,7 +50,7 @@ def test_whole_batches(name: str, mask: torch.Tensor | None, size: int) -> None:
 
     def rank(comm: Any) -> Any:
         model = models[comm.rank]
-        with wf_transformers.attach_model(model, sequence_parallel(comm)) as handle, Doubles():
+        with wf_transformers.attach_model(model, sequence_parallel(comm)) as handle, NoFloat32():
             wf_transformers.WholeBatchHooks(model, handle)
             output = model(**given(mask))
             output.loss.backward()
@@ -74,7 +74,7 @@ def test_shares(name: str) -> None:
 
     def rank(comm: Any) -> Any:
         sp, model = sequence_parallel(comm), models[comm.rank]
-        with wf_transformers.attach_model(model, sp), Doubles():
+        with wf_transformers.attach_model(model, sp), NoFloat32():
             local = sp.shard_batch(words)
             num_valid = sp.sum_over_ranks(count_valid(local["labels"]))
             kwargs = wf_transformers.forward_kwargs(model, local, num_valid=num_valid)

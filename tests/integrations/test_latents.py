@@ -18,7 +18,7 @@ from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.families import (  # noqa: E402
     FAMILIES,
     MLA,
-    Doubles,
+    NoFloat32,
     alone,
     batch,
     build,
@@ -46,7 +46,7 @@ def on_ranks(size: int, words: Any = None, latents: bool = True, **more: Any) ->
         if words is not None:
             config = SequenceParallelConfig.from_dict({"sequence_parallel_size": size, **words})
             sp = SequenceParallel(config, comm)
-        with wf_transformers.attach(model, sp, verify=False, latents=latents), Doubles():
+        with wf_transformers.attach(model, sp, verify=False, latents=latents), NoFloat32():
             local = sp.shard_batch(batch())
             sp.report()
             logits = model(**wf_transformers.forward_kwargs(model, local)).logits
@@ -153,7 +153,7 @@ def test_lora_on_the_projection() -> None:
         def rank(comm: Any, models: list[Any] = models, latents: bool = latents) -> Any:
             sp, model = sequence_parallel(comm), models[comm.rank]
             model.load_state_dict(state)
-            with wf_transformers.attach(model, sp, verify=False, latents=latents), Doubles():
+            with wf_transformers.attach(model, sp, verify=False, latents=latents), NoFloat32():
                 local = sp.shard_batch(batch())
                 logits = model(**wf_transformers.forward_kwargs(model, local)).logits
                 sp.loss(logits, local["labels"]).backward()

@@ -19,8 +19,8 @@ from tests.integrations.families import (  # noqa: E402
     FAMILIES,
     LLAMA,
     SEQLEN,
-    Doubles,
     Family,
+    NoFloat32,
     assert_close,
     batch,
     build,
@@ -78,7 +78,7 @@ def test_batches_that_are_cut(
     name: str, size: int, layout: str, recompute: bool, mask: str
 ) -> None:
     given, slices, family = batch(), MASKS[mask], MODELS[name]
-    mode: Any = nullcontext if recompute else Doubles  # of which the backward knows nothing
+    mode: Any = nullcontext if recompute else NoFloat32  # of which the backward knows nothing
     logits, loss, wanted = alone(name, given, dense(slices, family), mode)
     models = [build(family) for _ in range(size)]
 

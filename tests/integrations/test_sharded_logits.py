@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
-from tests.integrations.families import Doubles  # noqa: E402
+from tests.integrations.families import NoFloat32  # noqa: E402
 from tests.integrations.transformers_models import gradients, sequence_parallel  # noqa: E402
 from wf_transformers.whole_batches.log_probabilities import (  # noqa: E402
     LogProbabilityHooks,
@@ -137,13 +137,13 @@ def test_positions_of_samples_with_padding_on_the_left_are_those_of_one_device(n
     alone = make(config).double()
     given = batch()
     labels, mask = given["input_ids"][:, 1:], given["attention_mask"][:, :-1]
-    with Doubles():
+    with NoFloat32():
         wanted = plain(alone(**given).logits[:, :-1], labels).detach()
     models = [copy.deepcopy(alone) for _ in range(2)]
 
     def rank(comm: Any) -> Tensor:
         model = models[comm.rank]
-        with attached(model, sequence_parallel(comm)), Doubles():
+        with attached(model, sequence_parallel(comm)), NoFloat32():
             return log_softmax_of(plain, model(**given).logits[:, :-1], labels).detach()
 
     for found in run_threads(2, rank):

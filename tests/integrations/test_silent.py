@@ -30,19 +30,19 @@ import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 from tests.integrations.silent_worker import inner_calls  # noqa: E402
-from tests.integrations.test_verify import (  # noqa: E402
-    DIFFERS,
-    Convolution,
-    TokenShift,
-    found,
-    llama,
-    vision,
-)
 from tests.integrations.transformers_models import (  # noqa: E402
     FAMILIES,
     batch,
     build,
     sequence_parallel,
+)
+from tests.integrations.verify_models import (  # noqa: E402
+    DIFFERS,
+    Convolution,
+    TokenShift,
+    llama,
+    verify_on_ranks,
+    vision_model,
 )
 from wf_transformers import (  # noqa: E402
     ModelWords,
@@ -231,14 +231,20 @@ RULE = "only attention may mix tokens|every rank would take its rows"
     [
         (Convolution, "the output of conv is the first", RULE),
         (lambda: llama(TokenShift), "the output of model.layers.0.input_layernorm is the", ""),
-        *((partial(vision, x), "no module of", RULE) for x in ("Dinov2", "DeiT", "SiglipVision")),
+        *(
+        *(
+            (partial(vision_model, x), "no module of", RULE)
+            for x in ("Dinov2", "DeiT", "SiglipVision")
+        ),
+            for x in ("Dinov2", "DeiT", "SiglipVision")
+        ),
     ],
 )
 def test_a_model_that_a_rule_refuses(make: Callable[[], Any], message: str, rule: str) -> None:
     """Mixing outside the Hugging Face model, and models that are never cut."""
     unchecked = patch.object(Documents, "check_rows", lambda *_: None)
     with unchecked, pytest.raises(NotImplementedError, match=message):
-        found(make)  # attaches by name, without a look at the model
+        verify_on_ranks(make)  # attaches by name, without a look at the model
     original = make().float()
 
     def rank(comm: Any) -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
-from tests.integrations.families import Doubles  # noqa: E402
+from tests.integrations.families import NoFloat32  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
     BUILDING,
     VOCAB,
@@ -123,7 +123,7 @@ def on_ranks(name: str, size: int, implementation: str, step: Callable[..., Any]
 
     def rank(comm: Any) -> Any:
         sp, model = sequence_parallel(comm), models[comm.rank]
-        with wf_transformers.attach(model, sp, verify=False) as handle, Doubles():
+        with wf_transformers.attach(model, sp, verify=False) as handle, NoFloat32():
             return step(model, handle)
 
     return run_threads(size, rank)
@@ -140,7 +140,7 @@ def trained(model: Any, _: Any, words: dict[str, Any]) -> tuple[Any, Any, dict[s
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients(name: str, size: int) -> None:
     words = CASES[name][2]
-    with Doubles():
+    with NoFloat32():
         logits, loss, wanted = trained(build(name, "sdpa"), None, words)
     found = on_ranks(name, size, "sdpa", lambda *given: trained(*given, words))
     for its_logits, its_loss, _ in found:
@@ -155,7 +155,7 @@ def also_in_doubles(contexts: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
 
     @contextmanager
     def again(context: Any) -> Iterator[None]:
-        with context, Doubles():
+        with context, NoFloat32():
             yield
 
     there, back = contexts()
@@ -165,7 +165,7 @@ def also_in_doubles(contexts: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
 @pytest.mark.parametrize("name", ["bart_padded", "clip", "t5_padded"])
 def test_recomputed_layers_and_eager_attention(name: str) -> None:
     words = CASES[name][2]
-    with Doubles():
+    with NoFloat32():
         logits, loss, wanted = trained(build(name, "eager"), None, words)
 
     def step(model: Any, handle: Any) -> Any:
