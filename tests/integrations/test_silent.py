@@ -232,10 +232,7 @@ RULE = "only attention may mix tokens|every rank would take its rows"
         (Convolution, "the output of conv is the first", RULE),
         (lambda: llama(TokenShift), "the output of model.layers.0.input_layernorm is the", ""),
         *(
-        *(
             (partial(vision_model, x), "no module of", RULE)
-            for x in ("Dinov2", "DeiT", "SiglipVision")
-        ),
             for x in ("Dinov2", "DeiT", "SiglipVision")
         ),
     ],
