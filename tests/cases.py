@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.dense import dense_attention
+from tests.dense import dense_attention, largest
 from tests.helpers import run_threads
 from wf_backends.comm import Communicator
 from wf_backends.kernels import Dropout, Kernel, Scores
@@ -155,7 +155,7 @@ class Outcome:
 
     @property
     def worst(self) -> float:
-        return max(self.errors.values())
+        return largest(self.errors.values())
 
 
 def run_case(case: Case) -> Outcome:

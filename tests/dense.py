@@ -1,6 +1,9 @@
-"""The meaning of attention: one dense softmax over the whole sequence."""
+"""The reference of attention: one dense softmax over the whole sequence."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -14,8 +17,10 @@ def visible(mask: Mask, num_rows: int, num_keys: int) -> Tensor:
     """(rows, keys) bool: which query sees which key, pair by pair."""
     rows, keys = torch.arange(num_rows)[:, None], torch.arange(num_keys)[None]
     if mask.slices is not None:
-        nothing = torch.zeros(num_rows, num_keys, dtype=torch.int)
-        return sum((_visible_in(one, rows, keys) for one in mask.slices), nothing) > 0
+        visible_in_any = torch.zeros(num_rows, num_keys, dtype=torch.bool)
+        for part in mask.slices:
+            visible_in_any |= _visible_in(part, rows, keys)
+        return visible_in_any
     seen = (keys - rows >= -mask.band.left) & (keys - rows <= mask.band.right)
     if mask.cu_seqlens is not None:
         borders = torch.tensor(mask.cu_seqlens)
@@ -25,10 +30,10 @@ def visible(mask: Mask, num_rows: int, num_keys: int) -> Tensor:
     return seen
 
 
-def _visible_in(one: Slice, rows: Tensor, keys: Tensor) -> Tensor:
-    """(rows, keys) int: 1 where the query sees the key in this slice."""
-    inside = (rows >= one.q[0]) & (rows < one.q[1]) & (keys >= one.k[0]) & (keys < one.k[1])
-    return (inside & (keys - rows >= -one.left) & (keys - rows <= one.right)).int()
+def _visible_in(part: Slice, rows: Tensor, keys: Tensor) -> Tensor:
+    """(rows, keys) bool: which query sees which key in one slice of a mask."""
+    inside = (rows >= part.q[0]) & (rows < part.q[1]) & (keys >= part.k[0]) & (keys < part.k[1])
+    return inside & (keys - rows >= -part.left) & (keys - rows <= part.right)
 
 
 def dense_attention(
@@ -43,9 +48,12 @@ def dense_attention(
     dropout: Dropout | None = None,
     position_bias: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T + mask) v; q (b, i, h, d), k and v (b, j, g, d)."""
-    group = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    """softmax(scale q k^T + mask) v.
+
+    q (b, i, h, d), k and v (b, j, g, d): h query heads, h / g of which share a head of k and v.
+    """
+    heads_per_kv_head = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(heads_per_kv_head, dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -61,7 +69,12 @@ def dense_attention(
     if sinks is not None:
         column = sinks[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), -1)
-    weights = scores.softmax(-1)[..., : k.shape[1]].nan_to_num(0.0)  # no key is seen: 0
+    weights = scores.softmax(-1)[..., : k.shape[1]].nan_to_num(0.0)  # 0 where a query sees no key
     if dropout is not None:
         weights = weights * dropout.factors(q.shape[0], rows[:, 0], keys)
     return torch.einsum("bhij,bjhd->bihd", weights, v)
+
+
+def largest(errors: Iterable[float]) -> float:
+    """The largest error, and NaN if one is NaN: `max` drops a NaN behind a number."""
+    return max(errors, key=lambda error: (math.isnan(error), error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.dense import dense_attention
+from tests.dense import dense_attention, largest
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.schedule.mask import make_mask
@@ -62,7 +62,7 @@ def attend(comm, config, heads, kv_heads, mask, expected, topology=None):
     shards = (sp.shard(x, **slices) for x in (q, k, v))
     out = sp.unshard(sp.attention(*shards, **mask), **slices)
     actual = gradients(out, dout, q, k, v)
-    error = max((a - b).abs().max().item() for a, b in zip(actual, expected, strict=True))
+    error = largest((a - b).abs().max().item() for a, b in zip(actual, expected, strict=True))
     return error, frozenset(label.split()[1] for label in sp.report() if "shard" not in label)
 
 
@@ -74,4 +74,4 @@ def run_attend(config, heads, kv_heads, mask, topology=None):
     expected = [x.detach() for x in dense]
     size = config["sequence_parallel_size"]
     results = run_threads(size, attend, config, heads, kv_heads, mask, expected, topology)
-    return max(error for error, _ in results), [kinds for _, kinds in results]
+    return largest(error for error, _ in results), [kinds for _, kinds in results]

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.dense import largest
 from tests.helpers import ROOT
 from wf_backends import SequenceParallel, SequenceParallelConfig, launch
 from wf_backends.parallel import DoubleAverage
@@ -99,7 +100,7 @@ def compare(name: str, loss: float, found: list[Tensor], dtype: torch.dtype) -> 
     (right_loss, right), (one_loss, one) = on_one(torch.float32), on_one(dtype)
     assert len(found) == len(right), (len(found), len(right))
     many, alone = (
-        max(float((a - b).norm() / b.norm()) for a, b in zip(grads, right, strict=True))
+        largest(float((a - b).norm() / b.norm()) for a, b in zip(grads, right, strict=True))
         for grads in (found, one)
     )
     print(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.dense import largest
 from tests.gpu import emulation
 from wf_backends.kernels import Kernel, KernelSpec, Scores, TileGrad, select
 from wf_backends.kernels.alibi import AlibiKernel
@@ -113,20 +114,20 @@ EMULATED = ["flash-attn 2", "flash-attn 3", "torch"]
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("emulated", EMULATED, indirect=True)
 def test_what_is_said_to_flash_attention(emulated, tile, heads):
-    assert max(compare(emulated, tile, heads)) < 1e-5
+    assert largest(compare(emulated, tile, heads)) < 1e-5
 
 
 @pytest.mark.parametrize("value_dim", (8, 24))
 @pytest.mark.parametrize("emulated", EMULATED, indirect=True)
 def test_values_of_another_width_are_filled_up_for_libraries_that_know_one(emulated, value_dim):
     for tile in TILES[:4]:
-        assert max(compare(emulated, tile, value_dim=value_dim)) < 1e-5
+        assert largest(compare(emulated, tile, value_dim=value_dim)) < 1e-5
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("emulated", EMULATED[:2], indirect=True)
 def test_a_soft_cap_is_said_to_flash_attention(emulated, tile):
-    assert max(compare(emulated, tile, scores=Scores(1.5, softcap=2.0))) < 1e-5
+    assert largest(compare(emulated, tile, scores=Scores(1.5, softcap=2.0))) < 1e-5
 
 
 @pytest.mark.parametrize("distance", (0, 40))
@@ -137,12 +138,12 @@ def test_alibi_goes_as_dimensions_of_queries_and_keys(emulated, distance):
     scores = Scores(0.3, slopes=2.0 ** -torch.arange(1.0, 5)).at_positions(keys + distance, keys)
     for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         tile = (24, 24, FULL if distance else CAUSAL)
-        assert max(compare(AlibiKernel(emulated), tile, scores=scores, dtype=dtype)) < most
+        assert largest(compare(AlibiKernel(emulated), tile, scores=scores, dtype=dtype)) < most
 
 
 @pytest.mark.parametrize("emulated", EMULATED, indirect=True)
 def test_half_precision_stays_half_on_the_way_in(emulated):
-    assert max(compare(emulated, (24, 24, CAUSAL), dtype=torch.bfloat16)) < 2e-2
+    assert largest(compare(emulated, (24, 24, CAUSAL), dtype=torch.bfloat16)) < 2e-2
 
 
 @pytest.mark.parametrize("operator", ["forward", "backward"])
@@ -171,4 +172,4 @@ def test_kernels_on_a_gpu(name, dtype, tile, heads):
     except ValueError as refusal:
         pytest.skip(str(refusal))
     errors = compare(kernel, tile, heads, dtype=dtype, device="cuda")
-    assert max(errors) < (1.5e-2 if dtype == torch.bfloat16 else 2e-3)
+    assert largest(errors) < (1.5e-2 if dtype == torch.bfloat16 else 2e-3)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.dense import largest
 from tests.hetegen.models import CONFIGS, Plain, make_model, split_memory
 from tests.hetegen.test_exact import generate, ids_of
 from wf_backends.hetegen import Handle, Rates, accelerator, dispatch_model
@@ -83,7 +84,7 @@ def test_the_same_tokens_and_logits(name: str, batch: int) -> None:
         f"the CPU {off(on_host, expected):.1e}; "
         f"{ {phase: told[phase] for phase in ('decode', 'prefill')} }"
     )
-    assert max(off(each, expected) for each in got) <= 1e-5
+    assert largest(off(each, expected) for each in got) <= 1e-5
     for sampled, (ours, theirs) in enumerate(zip(generated, tokens, strict=True)):
         assert torch.equal(ours, theirs), (sampled, ours.tolist(), theirs.tolist())
     assert torch.equal(logits_of(model, ids.cpu()), on_host)  # as it was
@@ -133,7 +134,7 @@ def test_memory_is_as_planned_and_given_back(share: float) -> None:
     assert plan.accelerator_bytes <= plan.request.accelerator_bytes
     assert taken <= plan.accelerator_bytes and left == 0
     assert pinned <= 2 * slabs + 2**14  # the allocator rounds to powers of 2
-    assert max(off(each, expected) for each in got) <= 1e-5
+    assert largest(off(each, expected) for each in got) <= 1e-5
 
 
 def test_an_error_of_a_lane_reaches_the_caller() -> None:
@@ -167,7 +168,7 @@ def test_without_pinned_memory() -> None:
     handle.remove()
     texts = "\n".join(str(each.message) for each in warned)
     assert "pinned memory ran out" in texts
-    assert max(off(each, Plain()(x)) for each in got) <= 1e-5
+    assert largest(off(each, Plain()(x)) for each in got) <= 1e-5
 
 
 def test_on_a_stream_of_the_callers() -> None:
@@ -178,7 +179,7 @@ def test_on_a_stream_of_the_callers() -> None:
         with dispatch_model(model, split_memory(model, 0.4), Accelerator(RATES)):
             got = [model(x.to(WHERE, non_blocking=True)) for _ in range(20)]
             got = [each.cpu() for each in got]
-    assert max(off(each, Plain(12, 256)(x)) for each in got) <= 1e-5
+    assert largest(off(each, Plain(12, 256)(x)) for each in got) <= 1e-5
 
 
 def test_calls_that_lock_the_driver_between_linears() -> None:
@@ -196,7 +197,7 @@ def test_calls_that_lock_the_driver_between_linears() -> None:
         got = [model(x.to(WHERE)).cpu() for _ in range(5)]
         for hook in hooks:
             hook.remove()
-    assert max(off(each, Plain(12, 256)(x)) for each in got) <= 1e-5
+    assert largest(off(each, Plain(12, 256)(x)) for each in got) <= 1e-5
 
 
 def test_rates_are_those_of_a_machine() -> None:

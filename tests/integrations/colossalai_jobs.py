@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.dense import largest
 from tests.helpers import run_command
 from tests.integrations import deepspeed_jobs
 
@@ -58,7 +59,7 @@ def assert_losses(result: dict[str, Any], tolerance: float = 1e-5) -> None:
     """Every step's loss, relative."""
     ours, expected = result["losses"], result["expected"]["losses"]
     assert len(ours) == len(expected) > 0
-    worst = max(map(relative, ours, expected))
+    worst = largest(map(relative, ours, expected))
     assert worst < tolerance, f"relative error {worst:.1e}: {ours} instead of {expected}"
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.dense import largest
 from wf_backends.kernels import Kernel, KernelSpec, Scores, TileGrad, reference, select
 from wf_backends.kernels.merge import merge
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
@@ -174,7 +175,7 @@ def test_kernel_is_the_dense_softmax(name, dtype, tolerance, heads, tile):
         assert error(lse, dense_lse) < tolerance
         assert error(dv, dense_grads[2]) < tolerance
     else:
-        assert max(errors(results, case)) < tolerance
+        assert largest(errors(results, case)) < tolerance
 
 
 @pytest.mark.parametrize("tile", LONG_TILES.values(), ids=LONG_TILES.keys())
@@ -182,7 +183,7 @@ def test_kernel_is_the_dense_softmax(name, dtype, tolerance, heads, tile):
 def test_long_tiles_that_are_cut_into_blocks(name, dtype, tolerance, tile):
     for batch in (1, 2):  # rows of one sequence lie evenly apart; those of two do not
         case = make_case(tile, heads=(2, 1), dtype=dtype, batch=batch)
-        assert max(errors(run(name, case), case)) < tolerance
+        assert largest(errors(run(name, case), case)) < tolerance
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 64, 80, 128, 256])
@@ -190,7 +191,7 @@ def test_long_tiles_that_are_cut_into_blocks(name, dtype, tolerance, tile):
 def test_head_dims(name, dtype, tolerance, head_dim):
     case = make_case((24, 40, Band(10, 20)), head_dim=head_dim, dtype=dtype)
     case = replace(case, q=case.q / (SCALE * sqrt(head_dim)))  # logits of variance 1, as in models
-    assert max(errors(run(name, case), case)) < tolerance
+    assert largest(errors(run(name, case), case)) < tolerance
 
 
 @pytest.mark.parametrize("tile", ["causal", "window", "anti-causal, shifted"])
@@ -263,7 +264,7 @@ def test_tiles_of_a_row_add_up_with_the_lse_and_delta_of_the_row(name, dtype, to
         grads = kernel.backward(TileGrad(dout[:, r], q[:, r], k, v, *stats), SCORES, local)
         for total, part in zip((dq[:, r], dk[:, c], dv[:, c]), grads, strict=True):
             total += part
-    assert max(errors((out, row_lse, [dq, dk, dv]), case)) < tolerance
+    assert largest(errors((out, row_lse, [dq, dk, dv]), case)) < tolerance
 
 
 @pytest.mark.parametrize("tile", ["full", "causal", "window", "anti-causal, shifted"])

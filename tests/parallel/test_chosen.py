@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from tests.dense import dense_attention
+from tests.dense import dense_attention, largest
 from tests.helpers import run_threads
 from tests.sequences import (
     MASKS,
@@ -93,11 +93,11 @@ def attend_across(comm):
     found = gradients(out, out, q, k, v)
     wanted = gradients(right, right, q, k, v)
     assert any("ulysses" in label for label in sp.report())
-    return max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
+    return largest((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
 
 
 def test_cross_attention_with_a_chosen_degree_is_exact():
-    assert max(run_threads(4, attend_across)) < 1e-10
+    assert largest(run_threads(4, attend_across)) < 1e-10
 
 
 def bytes_on_auto(comm, topology):
@@ -112,7 +112,7 @@ def bytes_on_auto(comm, topology):
 def test_auto_follows_the_topology():
     slow = run_threads(4, bytes_on_auto, from_dict(without_latency(0.01)))
     fast = run_threads(4, bytes_on_auto, from_dict(without_latency(100)))
-    assert max(error for error, _ in (*slow, *fast)) < 1e-10
+    assert largest(error for error, _ in (*slow, *fast)) < 1e-10
     assert slow[0][1] != fast[0][1]
 
 

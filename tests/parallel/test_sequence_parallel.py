@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.dense import dense_attention
+from tests.dense import dense_attention, largest
 from tests.helpers import run_threads
 from tests.sequences import MASKS, SEQLEN, gradients, run_attend, tensors
 from wf_backends import SequenceParallel, SequenceParallelConfig
@@ -159,12 +159,12 @@ def attend_documents(comm, degree):
     assert torch.equal(batch["input_ids"][0], mine)
     ends = torch.isin(mine + 1, torch.tensor(borders))
     assert torch.equal(batch["labels"][0], torch.where(ends, -100, mine + 1))
-    return max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
+    return largest((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("degree", (1, 2))
 def test_documents_of_any_length_are_exact_in_their_own_layout(degree):
-    assert max(run_threads(4, attend_documents, degree)) < 1e-10
+    assert largest(run_threads(4, attend_documents, degree)) < 1e-10
 
 
 def cut_and_join(comm, layout, dim):
