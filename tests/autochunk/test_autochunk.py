@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import DynamicCache
 
+from tests.dense import largest
 from tests.graph.models import NAMES, TOKENS, model_and_inputs
 from wf_backends.autochunk import ChunkedPart, ChunkPlan, autochunk
 from wf_backends.graph import StorageTracker
@@ -34,7 +35,9 @@ def measured_peak(model: nn.Module, kwargs: dict[str, Any]) -> int:
 
 def largest_difference(a: Any, b: Any) -> float:
     pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
-    return max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs if torch.is_tensor(x))
+    return largest(
+        float((x - y).abs().max() / y.abs().max()) for x, y in pairs if torch.is_tensor(x)
+    )
 
 
 def in_float64(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.dense import largest
 from wf_backends.autochunk import autochunk
 from wf_backends.autochunk.cost import measure_rates
 from wf_backends.graph import StorageTracker
@@ -66,7 +67,7 @@ def outputs(model: nn.Module, kwargs: dict[str, Any]) -> list[torch.Tensor]:
 
 def difference(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     pairs = zip(found, wanted, strict=True)
-    return max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
+    return largest(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
 
 
 @pytest.mark.parametrize(("fused", "dtype"), FORMS, ids=["eager", "fused", "fused-bfloat16"])
