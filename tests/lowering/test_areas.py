@@ -1,4 +1,4 @@
-"""Areas of masks in closed form, beside what is counted."""
+"""Areas of masks in closed form, against counts of their (query, key) pairs."""
 
 from __future__ import annotations
 
@@ -20,51 +20,53 @@ MASKS = (Mask(), Mask(CAUSAL), Mask(Band(20, 0)), Mask(CAUSAL, (0, 10, 60, 96)))
     left=st.one_of(st.just(float("inf")), st.integers(-20, 40)),
     width=st.one_of(st.just(float("inf")), st.integers(0, 40)),
 )
-def test_the_area_of_a_band_is_a_count(rows: int, keys: int, left: float, width: float) -> None:
+def test_the_area_of_a_band_counts_its_pairs(
+    rows: int, keys: int, left: float, width: float
+) -> None:
     right = width if left == float("inf") else width - left
-    seen = [(i, j) for i in range(rows) for j in range(keys) if -left <= j - i <= right]
-    assert band_area(rows, keys, left, right) == len(seen)
+    pairs = [(i, j) for i in range(rows) for j in range(keys) if -left <= j - i <= right]
+    assert band_area(rows, keys, left, right) == len(pairs)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_the_area_of_a_mask_is_that_of_its_tiles(mask: Mask) -> None:
-    found = tiles(((0, 96),), ((0, 96),), mask)
-    assert mask_area(mask, 96) == sum(map(tile_area, found))
+    sequence = ((0, 96),)
+    assert mask_area(mask, 96) == sum(map(tile_area, tiles(sequence, sequence, mask)))
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "band", "in_vain"),
+    ("rows", "keys", "band", "wasted"),
     [
         (100, 100, FULL, 0),
         (100, 100, CAUSAL, 100 * 10),
         (100, 100, Band(20, 20), 2 * 100 * 10),  # two edges
         (100, 300, CAUSAL.shift(-100), 100 * 10),  # all rows are on the diagonal
         (300, 100, Band(right=-200), 100 * 10),  # as many as there are keys
-        (6, 6, CAUSAL, 15),  # no more than the band hides
+        (6, 6, CAUSAL, 15),  # all pairs that the band hides: fewer than 10 a row
         (100, 100, Band(right=100), 0),  # it hides nothing
     ],
 )
-def test_a_kernel_computes_some_keys_in_vain_along_an_edge(
-    rows: int, keys: int, band: Band, in_vain: float
+def test_a_kernel_computes_hidden_keys_along_each_edge_of_a_band(
+    rows: int, keys: int, band: Band, wasted: float
 ) -> None:
     tile = Tile(((0, rows),), ((0, keys),), band)
-    assert wasted_area(tile, 10) == in_vain
+    assert wasted_area(tile, 10) == wasted
     assert wasted_area(tile, 0) == 0
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("left", [30, 96, 170, 240, 330, 480, float("inf")])
-def test_how_much_more_the_busiest_rank_has(layout: str, left: float) -> None:
-    """Beside a count of every rank's; a shard of ten tokens is not as fine as a row."""
+def test_unevenness_of_a_window_is_that_of_counted_scores(layout: str, left: float) -> None:
+    """Within 2 %: the closed form takes single rows for shards, which have ten tokens here."""
     seqlen, mask = 480, Mask(Band(left, 0))
-    counts = [
-        sum(map(tile_area, tiles(rows, ((0, seqlen),), mask)))
-        for rows in make_layout(layout, 48, seqlen)
+    scores_by_rank = [
+        sum(map(tile_area, tiles(shard, ((0, seqlen),), mask)))
+        for shard in make_layout(layout, 48, seqlen)
     ]
-    most = max(counts) * len(counts) / mask_area(mask, seqlen)
-    assert unevenness(mask, seqlen, layout) == pytest.approx(most, rel=0.02)
+    expected = max(scores_by_rank) * len(scores_by_rank) / mask_area(mask, seqlen)
+    assert unevenness(mask, seqlen, layout) == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(CAUSAL, (0, 7, 480))], ids=str)
-def test_what_is_taken_for_even(mask: Mask) -> None:
+def test_full_masks_and_documents_count_as_even(mask: Mask) -> None:
     assert unevenness(mask, 480, "contiguous") == 1

@@ -1,4 +1,4 @@
-"""In which direction walkers hop."""
+"""The directions in which walkers hop: under a window, first to the near ranks of either side."""
 
 from __future__ import annotations
 
@@ -16,39 +16,45 @@ WINDOW = Mask(Band(5, 0))
 
 
 @pytest.mark.parametrize("n", (1, 2, 3, 6, 8, 16))
-def test_the_same_shards_meet(n):
-    for name, plain in schedules(n).items():
-        for one in (plain, plain.swapped()):
-            near = check(nearest_first(one, WINDOW))
-            assert (near.q, near.kv, near.num_steps) == (one.q, one.kv, one.num_steps), name
+def test_nearest_first_keeps_all_meetings(n):
+    for name, keys_walk in schedules(n).items():
+        for schedule in (keys_walk, keys_walk.swapped()):
+            reordered = check(nearest_first(schedule, WINDOW))
+            assert (reordered.q, reordered.kv) == (schedule.q, schedule.kv), name
+            assert reordered.num_steps == schedule.num_steps, name
 
 
-def test_a_ring_goes_half_round_and_then_the_other_way():
-    near = nearest_first(ring(6), WINDOW)
-    assert [near.holder(step, 0) for step in range(6)] == [0, 5, 4, 3, 1, 2]
+def test_a_ring_under_a_window_goes_half_round_and_then_the_other_way():
+    reordered = nearest_first(ring(6), WINDOW)
+    assert [reordered.holder(step, 0) for step in range(6)] == [0, 5, 4, 3, 1, 2]
 
 
-def test_only_a_window_changes_the_order_and_only_of_equal_hops():
+def test_nearest_first_changes_nothing_without_a_window():
     assert nearest_first(ring(8), Mask(CAUSAL)) == ring(8)
+
+
+def test_nearest_first_changes_nothing_where_hops_differ():
     assert nearest_first(double_ring(8, 4), WINDOW) == double_ring(8, 4)
-    own = ((0,), (1,), (2,))
-    swap = Schedule(own, own, ((1, 0, 2),) * 2)
-    assert nearest_first(swap, WINDOW) == swap
+
+
+def test_nearest_first_changes_nothing_where_walkers_do_not_return_to_their_origin():
+    own_shards, swap = ((0,), (1,), (2,)), (1, 0, 2)
+    schedule = Schedule(own_shards, own_shards, (swap, swap))
+    assert nearest_first(schedule, WINDOW) == schedule
 
 
 @pytest.mark.parametrize("queries_walk", (False, True))
-@pytest.mark.parametrize(("where", "borders"), ((contiguous, 1), (zigzag, 2)))
-def test_a_row_crosses_from_host_to_host_once(where, borders, queries_walk):
-    """Hosts of 8 ranks, a window of three shards: what leaves a host is what the other one reads,
-    not more on the way back."""
+@pytest.mark.parametrize(("make_layout", "borders"), ((contiguous, 1), (zigzag, 2)))
+def test_under_a_window_a_row_crosses_between_hosts_once(make_layout, borders, queries_walk):
+    """Two hosts of 8 ranks, whose shards meet at `borders` places: a window of rows at each."""
     n, rows = 16, 8
-    layout, window = where(n, n * rows), 3 * rows
+    layout, window = make_layout(n, n * rows), 3 * rows
     problem = Problem(ring(n), layout, layout, Mask(Band(window, 0)), queries_walk)
-    crossing = sum(
+    rows_across = sum(
         parcel.num_rows
         for rank in range(n)
         for step in lower(problem, rank).steps
         for parcel in (*step.hop_out, *step.owner_out)
         if parcel.peer // 8 != rank // 8
     )
-    assert crossing <= window * borders
+    assert rows_across <= window * borders

@@ -1,20 +1,23 @@
-"""A row of the side that stays crosses to a host once, and so do its results: row by row."""
+"""With a host size, a row of the side that stays crosses to a host once, and so do its results."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
 
 from tests.cases import schedules
+from tests.schedule.positions import positions
 from tests.slices import SLICES
 from wf_backends.lowering.derivation import lower
 from wf_backends.lowering.gather_rounds import rounds_of_bundle
 from wf_backends.lowering.problem import Problem, Reads
+from wf_backends.lowering.program import Parcels
 from wf_backends.schedule.layout import contiguous, make_layout, zigzag
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask, make_mask
-from wf_backends.schedule.ranges import globalize
+from wf_backends.schedule.ranges import Ranges, globalize
 from wf_backends.schedule.routes import all_gather, mesh
 
 TOKENS = 64
@@ -26,76 +29,79 @@ MASKS = {
 }
 
 
+def sent_to_other_hosts(
+    parcels: Parcels, held: Ranges, rank: int, host_size: int
+) -> Iterator[tuple[int, int]]:
+    """(row, receiving host) of every row that a rank sends to another host from a buffer that
+    holds the positions `held`."""
+    for parcel in parcels:
+        host = parcel.peer // host_size
+        if host != rank // host_size:
+            yield from ((row, host) for row in positions(globalize(parcel.rows, held)))
+
+
 def crossings(problem: Problem, host_size: int) -> tuple[Counter, Counter]:
-    """(row, host) -> how often the row is sent to the host, and its results from the host."""
+    """(row, host) -> how often the row is sent to the host, and how often its results leave it."""
     rows, results = Counter(), Counter()
     reads = Reads(problem)
-
-    def count(found, parcels, held, rank, host_of):
-        for parcel in parcels:
-            if rank // host_size != parcel.peer // host_size:
-                for start, stop in globalize(parcel.rows, held):
-                    found.update((row, host_of(rank, parcel.peer)) for row in range(start, stop))
-
     for rank in range(problem.schedule.num_ranks):
-        home, held = reads.stay_layout[rank], reads.stay_rows(rank)
-        for one in (one for step in lower(problem, rank).steps for one in step.rounds):
-            count(rows, one.fetch.send, home, rank, lambda _, peer: peer // host_size)
-            count(rows, one.pass_on.send, held, rank, lambda _, peer: peer // host_size)
-            count(results, one.home.send, held, rank, lambda rank, _: rank // host_size)
-            count(results, one.pass_back.send, held, rank, lambda rank, _: rank // host_size)
+        own, held, host = reads.stay_layout[rank], reads.stay_rows(rank), rank // host_size
+        for round_ in (round_ for step in lower(problem, rank).steps for round_ in step.rounds):
+            rows.update(sent_to_other_hosts(round_.fetch.send, own, rank, host_size))
+            rows.update(sent_to_other_hosts(round_.pass_on.send, held, rank, host_size))
+            for exchange in (round_.home, round_.pass_back):
+                sent = sent_to_other_hosts(exchange.send, held, rank, host_size)
+                results.update((row, host) for row, _ in sent)
     return rows, results
 
 
-def read(problem: Problem, host_size: int) -> set[tuple[int, int]]:
+def read_on_other_hosts(problem: Problem, host_size: int) -> set[tuple[int, int]]:
     """(row, host) of all rows that ranks of a host read and none of them owns."""
-    reads, found = Reads(problem), set()
+    reads, read, owned = Reads(problem), set(), set()
     for rank in range(problem.schedule.num_ranks):
         host = rank // host_size
-        found |= {(row, host) for a, b in reads.stay_rows(rank) for row in range(a, b)}
-    for rank in range(problem.schedule.num_ranks):
-        host = rank // host_size
-        found -= {(row, host) for a, b in reads.stay_layout[rank] for row in range(a, b)}
-    return found
+        read |= {(row, host) for row in positions(reads.stay_rows(rank))}
+        owned |= {(row, host) for row in positions(reads.stay_layout[rank])}
+    return read - owned
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("n", "host_size"), ((4, 2), (8, 2), (8, 4), (6, 4)))
-def test_a_row_crosses_to_a_host_once(n, host_size, mask):
-    """Whatever the route, the mask, and which side stays; and its results come back once."""
-    several = 0
-    for schedule, layout, walks in product(
+def test_a_row_and_its_results_cross_to_a_host_once(n, host_size, mask):
+    """On every route and layout, whichever side stays."""
+    routes_with_fewer_crossings = 0
+    for schedule, layout, queries_walk in product(
         schedules(n).values(), (zigzag(n, TOKENS), contiguous(n, TOKENS)), (False, True)
     ):
-        told = (schedule, layout, layout, MASKS[mask], walks)
-        once = Problem(*told, host_size=host_size)
-        rows, results = crossings(once, host_size)
-        assert rows == results == Counter(read(once, host_size))
-        before, _ = crossings(Problem(*told), host_size)
-        assert before.keys() == rows.keys()
-        several += before.total() > rows.total()
-    assert several  # there are routes on which they crossed several times
+        arguments = (schedule, layout, layout, MASKS[mask], queries_walk)
+        problem = Problem(*arguments, host_size=host_size)
+        rows, results = crossings(problem, host_size)
+        assert rows == results == Counter(read_on_other_hosts(problem, host_size))
+        rows_without_host_size, _ = crossings(Problem(*arguments), host_size)
+        assert rows_without_host_size.keys() == rows.keys()
+        routes_with_fewer_crossings += rows_without_host_size.total() > rows.total()
+    assert routes_with_fewer_crossings > 0
 
 
-def test_slices_cross_once_too():
-    for words in SLICES.values():
-        mask = make_mask(**words)
-        layout = make_layout("balanced", 8, 48, slices=mask.slices)
-        once = Problem(all_gather(8), layout, layout, mask, True, host_size=4)
-        rows, results = crossings(once, 4)
-        assert rows == results == Counter(read(once, 4))
+@pytest.mark.parametrize("name", SLICES)
+def test_a_row_of_slices_and_its_results_cross_to_a_host_once(name):
+    mask = make_mask(**SLICES[name])
+    layout = make_layout("balanced", 8, 48, slices=mask.slices)
+    problem = Problem(all_gather(8), layout, layout, mask, True, host_size=4)
+    rows, results = crossings(problem, 4)
+    assert rows == results == Counter(read_on_other_hosts(problem, 4))
 
 
-def test_all_ranks_of_a_host_fetch_alike():
+def test_all_ranks_of_a_host_fetch_equally_many_rows():
     layout = zigzag(16, 16 * 8)
-    once = Problem(mesh(16, 1), layout, layout, Mask(FULL), host_size=4)
+    problem = Problem(mesh(16, 1), layout, layout, Mask(FULL), host_size=4)
     for rank in range(16):
-        fetched = [one.fetch.receive for one in lower(once, rank).steps[0].rounds]
-        far = [p.num_rows for ps in fetched for p in ps if p.peer // 4 != rank // 4]
-        assert sum(far) == 3 * 8  # a quarter of 12 shards
+        fetched = [p for r in lower(problem, rank).steps[0].rounds for p in r.fetch.receive]
+        from_other_hosts = [p.num_rows for p in fetched if p.peer // 4 != rank // 4]
+        assert sum(from_other_hosts) == 12 * 8 // 4  # a quarter of the 12 shards of other hosts
 
 
-def test_what_is_passed_on_is_computed_after_what_was_fetched():
+def test_rows_that_are_passed_on_are_computed_after_those_that_were_fetched():
     first, later = rounds_of_bundle(True, 1, 3, True), rounds_of_bundle(False, 1, 3, True)
     assert first.rest < first.near < first.fetched < first.passed < first.home
     assert later.passed < later.fetched == later.home < later.near < later.rest

@@ -1,13 +1,13 @@
-"""Bytes derived from plans: the closed forms of the literature, and what need not travel."""
+"""Bytes derived from programs: the closed forms of the papers, and rows that need not be sent."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from tests.cases import schedules
+from tests.schedule.positions import positions
 from wf_backends.lowering.derivation import Problem, lower
 from wf_backends.lowering.message_bytes import (
     Shape,
@@ -15,89 +15,17 @@ from wf_backends.lowering.message_bytes import (
     bytes_sent,
     forward_row_bytes,
 )
-from wf_backends.lowering.program import OWN_MESSAGE_ROWS
 from wf_backends.schedule.layout import contiguous, make_layout, zigzag
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask
 from wf_backends.schedule.routes import concentric, double_ring, mesh, ring
 
 ROWS = 8  # tokens of one rank
-KV = 0.25
 SHAPE = Shape(batch=1, heads=8, kv_heads=2, head_dim=64, itemsize=4)
 UNIT = ROWS * 8 * 64 * 4  # bytes of one rank's Q
-
-
-def units(schedule, layout="zigzag", mask=None, backward=False, queries_walk=False):
-    """Units that each rank sends; statistics (lse, delta) are 1/64 of a unit each."""
-    n = schedule.num_ranks
-    where = make_layout(layout, n, n * ROWS)
-    problem = Problem(schedule, where, where, mask or Mask(FULL), queries_walk)
-    rows = backward_row_bytes(SHAPE, queries_walk) if backward else forward_row_bytes(SHAPE)
-    return [sum(bytes_sent(lower(problem, r), rows, "pass").values()) / UNIT for r in range(n)]
-
-
-@pytest.mark.parametrize("n", (1, 2, 3, 4, 8, 16))
-def test_rings_send_what_the_papers_count(n):
-    assert units(ring(n)) == [2 * KV * (n - 1)] * n
-    assert units(ring(n), backward=True) == [4 * KV * (n - 1)] * n  # dK, dV: P - 1 hops, not P
-    for inner in (d for d in (2, 4) if n % d == 0):
-        assert units(double_ring(n, inner)) == units(ring(n))
-
-
-@pytest.mark.parametrize(("rows", "cols"), ((2, 2), (2, 4), (4, 2), (4, 4), (8, 1), (1, 8)))
-def test_a_mesh_sends_what_the_papers_count(rows, cols):
-    lse = (rows - 1) / 64
-    expected = 2 * (rows - 1) + 2 * KV * (cols - 1)
-    assert units(mesh(rows, cols)) == pytest.approx([expected + lse] * (rows * cols))
-    expected = 3 * (rows - 1) + 4 * KV * (cols - 1)
-    sent = units(mesh(rows, cols), backward=True)
-    assert sum(sent) / len(sent) == pytest.approx(expected + 2 * lse)
-
-
-@pytest.mark.parametrize(("n", "team"), ((4, 2), (8, 2), (16, 2), (16, 4), (64, 4)))
-def test_a_concentric_ring_sends_at_most_what_its_paper_counts(n, team):
-    """Keys go straight to where they are first used, not by way of the team."""
-    sent = units(concentric(n, team))
-    counted = 2 * (team - 1) + 2 * KV * n / team + 2 * KV * (team - 1) + (team - 1) / 64
-    saved = 2 * KV * (team - 1)
-    own = 2 * KV * team / n * team  # what is needed where it already is, on average
-    assert max(sent) <= counted - saved + 1e-9
-    assert sum(sent) / n == pytest.approx(
-        counted - saved - own * n / team / team / team, abs=2 * KV
-    )
-
-
-@pytest.mark.parametrize(("n", "least"), ((4, 0.2), (8, 0.25), (16, 0.25)))
-def test_a_causal_zigzag_ring_saves_a_quarter(n, least):
-    full, causal = (sum(units(ring(n), mask=Mask(band))) for band in (FULL, CAUSAL))
-    assert 1 - causal / full >= least
-
-
-def hops_of(problem: Problem, rank: int) -> int:
-    """In how many steps a rank sends any rows of walkers."""
-    steps = lower(problem, rank).steps
-    return sum(bool(away(rank, step.hop_out, step.owner_out)) for step in steps)
-
-
-def away(rank, *several):
-    """The parcels that leave a rank."""
-    return [parcel for parcels in several for parcel in parcels if parcel.peer != rank]
-
-
-@pytest.mark.parametrize("queries_walk", (False, True))
-@pytest.mark.parametrize("window", (1, 4, 8, 9, 20))
-def test_a_window_stops_walking_after_the_shards_it_reaches(window, queries_walk):
-    mask, reach = Mask(Band(window, 0)), -(-window // ROWS)
-    where = contiguous(8, 8 * ROWS)
-    for rank in range(8):
-        assert hops_of(Problem(ring(8), where, where, mask, queries_walk), rank) <= reach
-    where, reach = zigzag(8, 8 * ROWS), -(-window // (ROWS // 2))
-    for rank in range(8):
-        hops = hops_of(Problem(ring(8), where, where, mask, queries_walk), rank)
-        assert hops <= 2 * reach  # in either direction
-
-
+KV = 0.25  # units of one rank's K, and of its V
+LSE = 1 / 64  # units of one rank's lse, and of its delta
 LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag}
-READ = {
+MASKS = {
     "full": Mask(FULL),
     "causal": Mask(CAUSAL),
     "window": Mask(Band(11, 0)),
@@ -106,118 +34,149 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("mask", READ)
+def units_sent(schedule, layout="zigzag", mask=MASKS["full"], backward=False):
+    """By rank, the units that it sends in a pass."""
+    n = schedule.num_ranks
+    shards = make_layout(layout, n, n * ROWS)
+    problem = Problem(schedule, shards, shards, mask)
+    row_bytes = backward_row_bytes(SHAPE) if backward else forward_row_bytes(SHAPE)
+    by_label = [bytes_sent(lower(problem, rank), row_bytes, "pass") for rank in range(n)]
+    return [sum(labels.values()) / UNIT for labels in by_label]
+
+
+@pytest.mark.parametrize("n", (1, 2, 3, 4, 8, 16))
+def test_rings_send_the_bytes_that_the_papers_count(n):
+    assert units_sent(ring(n)) == [2 * KV * (n - 1)] * n
+    assert units_sent(ring(n), backward=True) == [4 * KV * (n - 1)] * n  # dK, dV: P - 1 hops, not P
+    for inner in (d for d in (2, 4) if n % d == 0):
+        assert units_sent(double_ring(n, inner)) == units_sent(ring(n))
+
+
+@pytest.mark.parametrize(("rows", "cols"), ((2, 2), (2, 4), (4, 2), (4, 4), (8, 1), (1, 8)))
+def test_a_mesh_sends_the_bytes_that_the_papers_count(rows, cols):
+    forward = (2 + LSE) * (rows - 1) + 2 * KV * (cols - 1)
+    assert units_sent(mesh(rows, cols)) == pytest.approx([forward] * (rows * cols))
+    backward = (3 + 2 * LSE) * (rows - 1) + 4 * KV * (cols - 1)
+    sent = units_sent(mesh(rows, cols), backward=True)
+    assert sum(sent) / len(sent) == pytest.approx(backward)
+
+
+@pytest.mark.parametrize(("n", "team"), ((4, 2), (8, 2), (16, 2), (16, 4), (64, 4)))
+def test_a_concentric_ring_sends_at_most_the_bytes_that_its_paper_counts(n, team):
+    """Keys go straight to the ranks that first use them, not by way of the team."""
+    sent = units_sent(concentric(n, team))
+    by_way_of_the_team = 2 * KV * (team - 1)
+    paper = (2 + LSE) * (team - 1) + 2 * KV * n / team + by_way_of_the_team
+    own_keys = 2 * KV / team  # of ranks that first use their own, on average
+    assert max(sent) <= paper - by_way_of_the_team + 1e-9
+    assert sum(sent) / n == pytest.approx(paper - by_way_of_the_team - own_keys, abs=2 * KV)
+
+
+@pytest.mark.parametrize(("n", "min_saving"), ((4, 0.2), (8, 0.25), (16, 0.25)))
+def test_a_causal_zigzag_ring_sends_a_quarter_less(n, min_saving):
+    full, causal = (sum(units_sent(ring(n), mask=Mask(band))) for band in (FULL, CAUSAL))
+    assert 1 - causal / full >= min_saving
+
+
+def sent_to_others(rank, *parcels_of_messages):
+    """The parcels that leave a rank."""
+    return [p for parcels in parcels_of_messages for p in parcels if p.peer != rank]
+
+
+def steps_that_send_walkers(problem, rank):
+    """In how many steps a rank sends any rows of walkers."""
+    steps = lower(problem, rank).steps
+    return sum(bool(sent_to_others(rank, step.hop_out, step.owner_out)) for step in steps)
+
+
+@pytest.mark.parametrize("queries_walk", (False, True))
+@pytest.mark.parametrize("window", (1, 4, 8, 9, 20))
+@pytest.mark.parametrize(
+    ("layout", "chunk_rows", "chunks"), (("contiguous", ROWS, 1), ("zigzag", ROWS // 2, 2))
+)
+def test_walkers_stop_where_the_window_ends(layout, chunk_rows, chunks, window, queries_walk):
+    """Each chunk of a shard goes as many hops as the window reaches chunks, in one direction."""
+    shards = make_layout(layout, 8, 8 * ROWS)
+    problem = Problem(ring(8), shards, shards, Mask(Band(window, 0)), queries_walk)
+    reach = -(-window // chunk_rows)
+    for rank in range(8):
+        assert steps_that_send_walkers(problem, rank) <= chunks * reach
+
+
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("where", LAYOUTS)
 @pytest.mark.parametrize("queries_walk", (False, True))
 def test_a_row_is_sent_once_to_each_rank_that_reads_it(mask, where, queries_walk):
-    """To as many as there are, whoever lies between them: counted here pair by pair."""
-    n, mask, layout = 8, READ[mask], LAYOUTS[where](8, 8 * ROWS)
+    """Whichever ranks lie between; under a causal mask laps relay rows to other ranks, too."""
+    n, layout = 8, LAYOUTS[where](8, 8 * ROWS)
     for name, schedule in schedules(n).items():
-        problem = Problem(schedule, layout, layout, mask, queries_walk)
-        sent, read = rows_sent(problem, n), rows_read(problem, layout, mask, queries_walk)
-        relays = schedule.has_laps and mask == READ["causal"]  # laps use every NIC alike
-        assert sent > read if relays else sent == read, name
-
-
-def rows_sent(problem, n):
-    """Rows of walkers that all ranks together send, in hops and to gather them."""
-    plans = [lower(problem, rank) for rank in range(n)]
-    several = [(plan.rank, step.hop_out, step.owner_out) for plan in plans for step in plan.steps]
-    several += [(plan.rank, plan.walk.send) for plan in plans]
-    return sum(parcel.num_rows for found in several for parcel in away(*found))
+        problem = Problem(schedule, layout, layout, MASKS[mask], queries_walk)
+        sent, read = walker_rows_sent(problem), walker_rows_read(problem)
+        if schedule.has_laps and mask == "causal":  # laps use every NIC alike
+            assert sent > read, name
+        else:
+            assert sent == read, name
 
 
 @pytest.mark.parametrize("window", (1, 4, 8, 9, 20))
-def test_a_window_sends_a_row_as_many_hops_as_it_spans_shards(window):
-    """On every route; keys that go to a team have one hop more to get there."""
-    where, reach = contiguous(16, 16 * ROWS), -(-window // ROWS)
+def test_a_row_is_sent_as_often_as_a_window_reaches_shards(window):
+    """On every route; keys of a team are sent once more, to the rank that first uses them."""
+    layout, reach = contiguous(16, 16 * ROWS), -(-window // ROWS)
     for name, schedule in schedules(16).items():
-        problem = Problem(schedule, where, where, Mask(Band(window, 0)))
-        hops = reach + (name.startswith("concentric"))
-        assert rows_sent(problem, 16) <= hops * ROWS * 16, name
+        problem = Problem(schedule, layout, layout, Mask(Band(window, 0)))
+        times = reach + (name.startswith("concentric"))
+        assert walker_rows_sent(problem) <= times * ROWS * 16, name
 
 
-def rows_read(problem, layout, mask, queries_walk):
-    """Rows of walkers that ranks which do not own them read in some step."""
-    roles = problem.schedule.swapped() if queries_walk else problem.schedule
-    rows = [[row for start, stop in shard for row in range(start, stop)] for shard in layout]
+def walker_rows_sent(problem):
+    """Rows of walkers that all ranks together send, in hops and to gather them."""
     total = 0
-    for origin in range(roles.num_ranks):
-        for step in range(roles.num_steps):
-            rank = roles.holder(step, origin)
-            stay = [row for shard in roles.q[rank] for row in rows[shard]]
-            for owner in set(roles.kv[origin]) - {rank}:
-                for row in rows[owner]:
-                    pairs = ((row, at) if queries_walk else (at, row) for at in stay)
-                    total += any(allowed(mask, query, key) for query, key in pairs)
+    for rank in range(problem.schedule.num_ranks):
+        program = lower(problem, rank)
+        messages = [parcels for step in program.steps for parcels in (step.hop_out, step.owner_out)]
+        parcels = sent_to_others(rank, program.walk.send, *messages)
+        total += sum(parcel.num_rows for parcel in parcels)
     return total
 
 
-def allowed(mask, query, key):
+def walker_rows_read(problem):
+    """Rows of walkers that ranks which do not own them read in some step, counted pair by pair."""
+    schedule = problem.schedule.swapped() if problem.queries_walk else problem.schedule
+    rows_of_shard = [positions(shard) for shard in problem.q_layout]
+    total = 0
+    for origin in range(schedule.num_ranks):
+        for step in range(schedule.num_steps):
+            rank = schedule.holder(step, origin)
+            stay = [row for shard in schedule.q[rank] for row in rows_of_shard[shard]]
+            for owner in set(schedule.kv[origin]) - {rank}:
+                total += sum(meets_any(problem, row, stay) for row in rows_of_shard[owner])
+    return total
+
+
+def meets_any(problem, row, stay):
+    """Whether a row of a walker sees, or is seen by, any row of the side that stays."""
+    if problem.queries_walk:
+        return any(is_visible(problem.mask, row, key) for key in stay)
+    return any(is_visible(problem.mask, query, row) for query in stay)
+
+
+def is_visible(mask, query, key):
     """Whether the mask lets a query see a key."""
     borders = mask.cu_seqlens or (0, 8 * ROWS)
-    same = any(a <= query < b and a <= key < b for a, b in pairwise(borders))
-    return same and -mask.band.left <= key - query <= mask.band.right
+    same_document = any(a <= query < b and a <= key < b for a, b in pairwise(borders))
+    return same_document and -mask.band.left <= key - query <= mask.band.right
 
 
-def test_documents_never_leave_the_ranks_that_hold_them():
-    where = contiguous(4, 4 * ROWS)
+@pytest.mark.parametrize("backward", (False, True))
+def test_documents_of_one_rank_are_not_sent(backward):
     borders = tuple(range(0, 4 * ROWS + 1, ROWS))
-    for backward in (False, True):
-        assert units(ring(4), "contiguous", Mask(FULL, borders), backward) == [0] * 4
-    crossing = Problem(ring(4), where, where, Mask(FULL, (0, 2 * ROWS, 4 * ROWS)))
+    assert units_sent(ring(4), "contiguous", Mask(FULL, borders), backward) == [0] * 4
+
+
+def test_a_step_has_tiles_of_one_document_at_most():
+    """Two documents of two ranks each: a walker's rows belong to one of them."""
+    layout = contiguous(4, 4 * ROWS)
+    problem = Problem(ring(4), layout, layout, Mask(FULL, (0, 2 * ROWS, 4 * ROWS)))
     for rank in range(4):
-        for step in lower(crossing, rank).steps:
-            met = {tile.keys for tile in step.tiles}
-            assert len(met) <= 1
-
-
-@pytest.mark.parametrize("n", (2, 4, 6, 8, 9))
-@pytest.mark.parametrize("queries_walk", (False, True))
-@pytest.mark.parametrize(
-    ("turn", "mask"),
-    list(enumerate((Mask(FULL), Mask(CAUSAL), Mask(Band(5, 2)), Mask(CAUSAL, (0, 7, 36))))),
-)
-def test_every_send_has_its_receive(n, queries_walk, turn, mask):
-    """Message by message: what a rank sends a peer is what the peer waits for, in that order.
-
-    By turns the sequence is long, so that ranges are messages of their own.
-    """
-    long = (n + queries_walk + turn) % 2 == 0
-    length = 36 * OWN_MESSAGE_ROWS if long else 36
-    layout = zigzag(n, length)
-    borders = mask.cu_seqlens and tuple(border * length // 36 for border in mask.cu_seqlens)
-    mask = replace(mask, cu_seqlens=borders)
-    for schedule in schedules(n).values():
-        plans = [lower(Problem(schedule, layout, layout, mask, queries_walk), r) for r in range(n)]
-        for a in range(n):
-            for b in set(range(n)) - {a}:
-                assert _sent(plans[a], b) == _received(plans[b], a)
-
-
-def _sent(plan, peer):
-    return _in_order(plan, peer, "send")
-
-
-def _received(plan, peer):
-    return _in_order(plan, peer, "receive")
-
-
-def _in_order(plan, peer, way):
-    """Rows of the messages from or to a peer, in the order in which a rank posts them."""
-    sends = way == "send"
-    parcels = [*(plan.walk.send if sends else plan.walk.receive)]
-    parcels += [p for one in plan.steps[0].rounds for p in getattr(one.fetch, way)]
-    last = None
-    for step in (*plan.steps, None):
-        if step:
-            parcels += step.hop_out if sends else step.hop_in
-        if last:
-            parcels += last.partial_out if sends else step.partial_in if step else ()
-            parcels += last.home_out if sends else last.home_in
-        if step:
-            parcels += step.owner_out if sends else step.owner_in
-        if step:
-            parcels += [p for one in step.rounds for p in getattr(one.home, way)]
-        last = step
-    return [p.num_rows for p in parcels if p.peer == peer]
+        for step in lower(problem, rank).steps:
+            assert len({tile.keys for tile in step.tiles}) <= 1

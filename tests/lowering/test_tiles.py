@@ -1,14 +1,14 @@
-"""Tiles: their union is the mask, none is larger than it must be, and few calls are made."""
+"""Tiles: together they are the mask, none is larger than needed, and there are few of them."""
 
 from __future__ import annotations
 
 from math import inf
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dense import visible
+from tests.schedule.positions import positions
 from tests.slices import block_causal, drawn_slices
 from wf_backends.lowering.areas import tile_area
 from wf_backends.lowering.derivation import Problem, lower
@@ -18,47 +18,54 @@ from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask, make_mask
 from wf_backends.schedule.ranges import join, size
 from wf_backends.schedule.routes import concentric, ring
 
-LENGTH = 24
-sets = st.lists(st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)), max_size=4).map(join)
-bounds = st.sampled_from((inf, 0, 1, 3, 9))
-borders = st.sets(st.integers(1, LENGTH - 1), max_size=5).map(
-    lambda cuts: (0, *sorted(cuts), LENGTH)
+SEQLEN = 24
+drawn_ranges = st.lists(st.tuples(st.integers(0, SEQLEN), st.integers(0, SEQLEN)), max_size=4).map(
+    join
 )
-in_slices = drawn_slices(LENGTH).map(lambda told: make_mask(**told))
-masks = st.builds(Mask, st.builds(Band, bounds, bounds), st.none() | borders) | in_slices
+bounds = st.sampled_from((inf, 0, 1, 3, 9))
+borders = st.sets(st.integers(1, SEQLEN - 1), max_size=5).map(
+    lambda cuts: (0, *sorted(cuts), SEQLEN)
+)
+masks_in_slices = drawn_slices(SEQLEN).map(lambda slice_lists: make_mask(**slice_lists))
+masks = st.builds(Mask, st.builds(Band, bounds, bounds), st.none() | borders) | masks_in_slices
 
 
-def positions(ranges):
-    return [p for start, stop in ranges for p in range(start, stop)]
+def visible_pairs(q, kv, mask):
+    """(row of the queries' buffer, row of the keys' buffer) of all pairs that the mask allows."""
+    allowed = visible(mask, SEQLEN, SEQLEN)
+    rows, keys = enumerate(positions(q)), list(enumerate(positions(kv)))
+    return [(row, key) for row, p in rows for key, k in keys if allowed[p, k]]
+
+
+def pairs_of_tile(tile):
+    """The same of one tile."""
+    return [
+        (row, key)
+        for i, row in enumerate(positions(tile.rows))
+        for j, key in enumerate(positions(tile.keys))
+        if -tile.band.left <= j - i <= tile.band.right
+    ]
 
 
 @settings(max_examples=400)
-@given(sets, sets, masks, st.booleans())
-def test_every_visible_pair_lies_in_exactly_one_trimmed_tile(q, kv, mask, same):
-    kv = q if same else kv
-    rows, keys = positions(q), positions(kv)
-    allowed = visible(mask, LENGTH, LENGTH)
-    want = [(i, j) for i, p in enumerate(rows) for j, k in enumerate(keys) if allowed[p, k]]
-    found = tiles(q, kv, mask)
-    got = []
-    for tile in found:
-        pairs = [
-            (i, j)
-            for row, i in enumerate(positions(tile.rows))
-            for key, j in enumerate(positions(tile.keys))
-            if (-tile.band.left <= key - row <= tile.band.right)
-        ]
-        assert {i for i, _ in pairs} == set(positions(tile.rows)), "a row that sees nothing"
-        assert {j for _, j in pairs} == set(positions(tile.keys)), "a key that nobody sees"
+@given(drawn_ranges, drawn_ranges, masks, st.booleans())
+def test_every_visible_pair_lies_in_exactly_one_trimmed_tile(q, kv, mask, same_positions):
+    kv = q if same_positions else kv
+    expected, covered = visible_pairs(q, kv, mask), []
+    for tile in tiles(q, kv, mask):
+        pairs = pairs_of_tile(tile)
+        assert {row for row, _ in pairs} == set(positions(tile.rows)), "a row that sees no key"
+        assert {key for _, key in pairs} == set(positions(tile.keys)), "a key that no row sees"
         assert len(pairs) == tile_area(tile)
-        got += pairs
-    assert sorted(got) == want
+        covered += pairs
+    assert sorted(covered) == expected
+    rows, keys = positions(q), positions(kv)
     seen_rows, seen_keys = seen(by_part(q, mask, "q"), by_part(kv, mask, "k"), mask)
-    assert positions(seen_rows) == sorted({rows[i] for i, _ in want})
-    assert positions(seen_keys) == sorted({keys[j] for _, j in want})
+    assert positions(seen_rows) == sorted({rows[row] for row, _ in expected})
+    assert positions(seen_keys) == sorted({keys[key] for _, key in expected})
 
 
-@given(sets, sets, masks)
+@given(drawn_ranges, drawn_ranges, masks)
 def test_every_tile_is_a_legal_flash_attention_window(q, kv, mask):
     """flash-attn aligns windows at the bottom right and takes no negative ones."""
     for tile in tiles(q, kv, mask):
@@ -67,75 +74,55 @@ def test_every_tile_is_a_legal_flash_attention_window(q, kv, mask):
         assert tile.band.right - more_keys >= 0
 
 
-def calls(schedule, layout, mask):
-    n = schedule.num_ranks
-    plans = [lower(Problem(schedule, layout, layout, mask), rank) for rank in range(n)]
-    return [sum(len(step.tiles) for step in plan.steps) for plan in plans]
+def num_tiles(schedule, layout):
+    """By rank, its tiles in all steps under a causal mask."""
+    problem = Problem(schedule, layout, layout, Mask(CAUSAL))
+    programs = [lower(problem, rank) for rank in range(schedule.num_ranks)]
+    return [sum(len(step.tiles) for step in program.steps) for program in programs]
 
 
-def test_neighbouring_full_tiles_join():
-    """What a concentric team of 4 on 16 zigzag ranks holds would be one kernel call."""
+def test_neighbouring_full_tiles_of_a_team_join():
+    """All pairs of a rank are one tile: 4 shards of queries, 4 of keys, of two chunks each."""
     layout, schedule = zigzag(16, 64), concentric(16, 4)
     for rank in range(16):
-        held = (schedule.q[rank], schedule.kv[rank])
-        rows, keys = (join(piece for s in shards for piece in layout[s]) for shards in held)
+        shards = (schedule.q[rank], schedule.kv[rank])
+        rows, keys = (join(piece for s in side for piece in layout[s]) for side in shards)
         assert len(tiles(rows, keys, Mask(CAUSAL))) == 1
-    assert calls(ring(8), zigzag(8, 64), Mask(CAUSAL)) == [8] * 8
-    assert calls(ring(8), contiguous(8, 64), Mask(CAUSAL)) == list(range(1, 9))
 
 
-def test_a_shard_on_itself_is_one_causal_call():
+def test_a_causal_ring_computes_one_tile_a_step_at_most():
+    assert num_tiles(ring(8), zigzag(8, 64)) == [8] * 8
+    assert num_tiles(ring(8), contiguous(8, 64)) == list(range(1, 9))
+
+
+def test_a_zigzag_shard_on_itself_is_one_causal_tile():
     shard = zigzag(4, 64)[1]
     (tile,) = tiles(shard, shard, Mask(CAUSAL))
     assert tile.band == CAUSAL and tile.rows == tile.keys == ((0, 16),)
 
 
-def test_rows_that_are_keys_as_well_are_one_causal_call():
-    """A shard beside another's: one diagonal, and what the later of them sees of the other."""
-    own, both = ((0, 4), (12, 16)), ((0, 8), (8, 16))
-    diagonal, rest = tiles(((0, 4), (12, 16)), join(both), Mask(CAUSAL))
-    assert diagonal == Tile(((0, 8),), own, CAUSAL)
+def test_positions_that_are_both_rows_and_keys_are_one_causal_tile():
+    """A shard against itself and another one: one diagonal, and the keys of the other shard."""
+    shard, all_keys = ((0, 4), (12, 16)), ((0, 16),)
+    diagonal, rest = tiles(shard, all_keys, Mask(CAUSAL))
+    assert diagonal == Tile(((0, 8),), shard, CAUSAL)
     assert rest == Tile(((4, 8),), ((4, 12),), FULL)
 
 
-def test_long_ranges_are_not_copied_for_one_call():
-    """Their own diagonals hide few scores beside those that they show."""
+def test_long_ranges_are_not_copied_into_one_tile():
+    """Long diagonals of their own waste few scores: a copy would cost more."""
     rows = ((0, SHORT_RANGE_ROWS + 1), (3 * SHORT_RANGE_ROWS, 4 * SHORT_RANGE_ROWS))
-    found = tiles(rows, ((0, 4 * SHORT_RANGE_ROWS),), Mask(CAUSAL))
-    assert all(len(tile.rows) == len(tile.keys) == 1 for tile in found)
+    all_keys = ((0, 4 * SHORT_RANGE_ROWS),)
+    for tile in tiles(rows, all_keys, Mask(CAUSAL)):
+        assert len(tile.rows) == len(tile.keys) == 1
 
 
-def test_full_slices_that_lie_side_by_side_are_one_call():
-    mask = make_mask(**block_causal(4, LENGTH))
+def test_neighbouring_full_slices_are_one_tile():
+    mask = make_mask(**block_causal(4, SEQLEN))
     assert len(tiles(((16, 24),), ((0, 16),), mask)) == 1
     assert len(tiles(((16, 24),), ((0, 24),), mask)) == 2
 
 
-def test_bounds_that_cut_nothing_off_are_dropped():
+def test_bounds_that_hide_nothing_are_dropped():
     (tile,) = tiles(((8, 12),), ((2, 5),), Mask(Band(left=10, right=0)))
     assert tile.band == FULL
-
-
-def test_public_words_become_a_mask():
-    assert make_mask() == Mask(FULL)
-    assert make_mask(causal=True) == Mask(CAUSAL)
-    assert make_mask(causal=True, window_size=(4, 4)) == Mask(Band(4, 0))
-    assert make_mask(window_size=(-1, 3)) == Mask(Band(inf, 3))
-    assert make_mask(cu_seqlens=[0, 3, 8], seqlen=8).documents(8) == ((0, 3), (3, 8))
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    (
-        ({"window_size": (-2, 0)}, r"window_size must be \(left, right\).*got \(-2, 0\)"),
-        ({"window_size": (1,)}, "window_size"),
-        ({"window_size": (1.5, 0)}, "window_size"),
-        ({"cu_seqlens": [0, 5], "seqlen": 8}, "must end at the sequence length 8, got 5"),
-        ({"cu_seqlens": [1, 8]}, r"0 = c0 < c1 < ... = S, got \(1, 8\)"),
-        ({"cu_seqlens": [0, 4, 4, 8]}, "cu_seqlens must be 0 = c0"),
-        ({"cu_seqlens": [0]}, "cu_seqlens must be 0 = c0"),
-    ),
-)
-def test_a_malformed_mask_is_refused(words, says):
-    with pytest.raises(ValueError, match=says):
-        make_mask(**words)

@@ -1,0 +1,58 @@
+"""Messages of two ranks match: sends and receives have the same rows, in the same order."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from tests.cases import schedules
+from wf_backends.lowering.derivation import Problem, lower
+from wf_backends.lowering.program import OWN_MESSAGE_ROWS, RankProgram
+from wf_backends.schedule.layout import zigzag
+from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask
+
+
+@pytest.mark.parametrize("seqlen", (36, 36 * OWN_MESSAGE_ROWS), ids=("short", "own_messages"))
+@pytest.mark.parametrize("n", (2, 4, 6, 8, 9))
+@pytest.mark.parametrize("queries_walk", (False, True))
+@pytest.mark.parametrize("mask", ("full", "causal", "window", "documents"))
+def test_every_send_has_its_receive(n, queries_walk, mask, seqlen):
+    """In the long sequence ranges of positions are messages of their own."""
+    masks = {
+        "full": Mask(FULL),
+        "causal": Mask(CAUSAL),
+        "window": Mask(Band(5, 2)),
+        "documents": Mask(CAUSAL, (0, 7 * seqlen // 36, seqlen)),
+    }
+    layout = zigzag(n, seqlen)
+    for name, schedule in schedules(n).items():
+        problem = Problem(schedule, layout, layout, masks[mask], queries_walk)
+        programs = [lower(problem, rank) for rank in range(n)]
+        for sender in range(n):
+            for receiver in set(range(n)) - {sender}:
+                sent = rows_in_order(programs[sender], receiver, "send")
+                received = rows_in_order(programs[receiver], sender, "receive")
+                assert sent == received, (name, sender, receiver)
+
+
+def rows_in_order(program: RankProgram, peer: int, way: Literal["send", "receive"]) -> list[int]:
+    """Rows of the messages to or from a peer, in the order in which a rank posts them.
+
+    The order is that of `RankProgram`'s docstring.
+    """
+    parcels = [*getattr(program.walk, way)]
+    parcels += [p for round_ in program.steps[0].rounds for p in getattr(round_.fetch, way)]
+    before = None
+    for step in program.steps:
+        parcels += step.hop_out if way == "send" else step.hop_in
+        if before is not None:
+            parcels += before.partial_out if way == "send" else step.partial_in
+            parcels += before.home_out if way == "send" else before.home_in
+        parcels += step.owner_out if way == "send" else step.owner_in
+        parcels += [p for round_ in step.rounds for p in getattr(round_.home, way)]
+        before = step
+    if before is not None:
+        parcels += before.partial_out if way == "send" else ()
+        parcels += before.home_out if way == "send" else before.home_in
+    return [parcel.num_rows for parcel in parcels if parcel.peer == peer]
