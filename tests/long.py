@@ -1,8 +1,8 @@
-"""What `make test` leaves to `make test-all`, which CI runs: the long part.
+"""The long tests: `make test` leaves them out, `make test-all` and CI run them.
 
-Tables whose rows take long keep in the short part what differs most; in the long part they run in
-full. `SIX_AND_EIGHT` ranks as threads walk the same code as 2, 3 and 4, but for concentric rings,
-whose teams have a ring within a ring only from 8 ranks on.
+Of a table whose rows take long, the rows that differ most stay in `make test`. `SIX_AND_EIGHT`
+ranks as threads run the same code as 2, 3 and 4 ranks, except for concentric rings: from 8 ranks on
+their sub-rings have more than one rank.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterable
 
 import pytest
 
-TWO = r"-2\]"  # ranks, where there is a row of 4, too
+TWO = r"-2\]"  # ranks, of tests that also have rows of 4 ranks
 SIX_AND_EIGHT = r"(?<!concentric/2)\([68]\)"
 
 
 def all_but(*rows: str) -> str:
-    """A pattern of the rows of a table that are none of these."""
+    """A pattern of the rows of a table except these."""
     return rf"\[(?!({'|'.join(rows)})\])"
 
 
@@ -93,11 +93,16 @@ def is_long(nodeid: str) -> bool:
     return file in LONG and re.search(LONG[file], test) is not None
 
 
-def chosen(
+def selected_cases(
     request: pytest.FixtureRequest, cases: Iterable[str], parameter: str = "name"
 ) -> list[str]:
-    """The cases that this run's tests of the module are about, by the parameter that names them."""
+    """The cases that the selected tests of the requesting module read, so that no other case runs.
+
+    Args:
+        request: of a fixture of the module's scope.
+        parameter: of the tests, whose value is the name of a case.
+    """
     module = request.node.nodeid
     tests = [item for item in request.session.items if item.nodeid.startswith(f"{module}::")]
-    named = {item.callspec.params.get(parameter) for item in tests if hasattr(item, "callspec")}
-    return [name for name in cases if name in named]
+    names = {item.callspec.params.get(parameter) for item in tests if hasattr(item, "callspec")}
+    return [name for name in cases if name in names]

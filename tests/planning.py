@@ -12,17 +12,19 @@ from wf_backends.schedule.placement import Placed, placements
 
 SHAPE = Shape(batch=1, heads=8, kv_heads=2, head_dim=16, itemsize=2)
 MASKS = (Mask(), Mask(CAUSAL), Mask(Band(30, 0)))
-BYTES = 100  # take a second through a NIC of `plain_cluster`
+BYTES = 100
+"""A message of so many bytes takes one second through a NIC of `plain_cluster`."""
 
 
 def cluster(hosts: int, ranks: int, nics: int = 1, gbit: float = 1.0) -> Topology:
+    """`ranks` per host, `nics` per host, `gbit` of each NIC."""
     rates = (("sdpa", KernelRate(2e10, 4e10, 1e-5)),)
     inside, between = Link(1e-6, 1e10), Link(1e-4, gbit * 1e9 / 8)
     return Topology("lab", hosts, ranks, nics, inside, between, rates, 1e12)
 
 
 def lab_cluster(hosts: int, ranks: int, nics: int, call_s: float = 0.0) -> Topology:
-    """25 Mbit/s and 1 ms between hosts, as in the laboratory."""
+    """25 Mbit/s and 1 ms between hosts, as in the laboratory of benchmarks/lab.py."""
     rates = (("sdpa", KernelRate(2e10, 4e10, call_s)),)
     inside, between = Link(1e-5, 1e10), Link(1e-3, 25e6 / 8)
     return Topology("lab", hosts, ranks, nics, inside, between, rates, 1e12)
@@ -31,12 +33,17 @@ def lab_cluster(hosts: int, ranks: int, nics: int, call_s: float = 0.0) -> Topol
 def plain_cluster(
     hosts: int, ranks: int, nics: int, latency_s: float = 0.0, **more: Any
 ) -> Topology:
-    """Whose messages can be timed by head: inside a host four times as fast as between hosts."""
+    """No latency and round rates, so that times can be computed by hand.
+
+    A rank sends `4 * BYTES` a second inside a host; a NIC sends `BYTES` a second.
+    """
     rates = (("sdpa", KernelRate(1e9, 1e9, 0.0)),)
     inside, between = Link(0.0, 4 * BYTES), Link(latency_s, BYTES)
     return Topology("four ranks", hosts, ranks, nics, inside, between, rates, 1e9, **more)
 
 
-def both_ways(size: int) -> list[Placed]:
-    """Every placement, also with the ranks counted backwards."""
-    return [replace(one, reverse=back) for one in placements(size) for back in (False, True)]
+def placements_both_ways(size: int) -> list[Placed]:
+    """Every placement, with the ranks in ascending and in descending order."""
+    return [
+        replace(placed, reverse=reverse) for placed in placements(size) for reverse in (False, True)
+    ]

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from tests.planning import both_ways, lab_cluster
+from tests.planning import lab_cluster, placements_both_ways
 from tests.slices import window_with_sinks
 from wf_backends.cost.closed_form import ClosedForm
 from wf_backends.cost.exact_cost import pass_cost, problem_of, rank_phases
@@ -84,7 +84,7 @@ def test_a_wider_value_and_partial_results_in_16_bits_are_priced(walk: PassKind)
 def test_predicted_bytes_are_those_of_the_plans(size: int, walk: PassKind, mask: Mask) -> None:
     job = HeadSplit(Workload(SHAPE, 96, mask), lab_cluster(1, size, 1))
     rows = walk.row_bytes(job.shape)
-    for placed in both_ways(size):
+    for placed in placements_both_ways(size):
         problem = problem_of(job, place(placed, size), walk)
         for rank in range(size):
             plan = lower(problem, rank)

@@ -31,7 +31,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     gradients,
     sequence_parallel,
 )
-from tests.long import chosen  # noqa: E402
+from tests.long import selected_cases  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_transformers import Handle, WholeBatchHooks, attach, loss_only  # noqa: E402
 
@@ -77,7 +77,7 @@ def found(
     kinds = {"fsdp": "ddp"} | dict.fromkeys(("trainer_fsdp", "resumed", "compiled"), "trainer")
     cases = {
         name: CASES[name] | {"alone": {"kind": kinds.get(CASES[name]["kind"], CASES[name]["kind"])}}
-        for name in chosen(request, CASES)
+        for name in selected_cases(request, CASES)
     }
     return run_both("accelerate_worker.py", cases, tmp_path_factory.mktemp("accelerate"))
 

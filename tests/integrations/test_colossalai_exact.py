@@ -18,7 +18,7 @@ from tests.integrations.colossalai_jobs import (
     needs_colossalai,
     run_cases,
 )
-from tests.long import chosen
+from tests.long import selected_cases
 
 pytestmark = [needs_colossalai, pytest.mark.processes]
 
@@ -204,7 +204,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     for name in cases.keys() - set(VERIFIED):
         cases[name] = cases[name] | {"words": cases[name]["words"] | {"verify": False}}
     cases |= PUBLISHED
-    asked = [{"name": name} | cases[name] for name in chosen(request, cases)]
+    asked = [{"name": name} | cases[name] for name in selected_cases(request, cases)]
     return run_cases(asked, 4, folder)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=ImportError)
 
-from tests.drawn_configs import JSON, VALUES, check_refusal, mutated  # noqa: E402
+from tests.drawn_configs import JSON, VALUES, assert_refusal_names_key, mutated  # noqa: E402
 from wf_deepspeed import config as blocks  # noqa: E402
 
 ROUTE = {"name": "mesh", "rows": 2, "cols": 2, "order": [1, 0]}
@@ -63,7 +63,7 @@ def read(config: Any) -> None:
 @given(drawn=mutated(BASES, VALUES))
 def test_mutations_are_taken_or_refused_by_name(drawn: tuple[tuple[str, ...], Any]) -> None:
     path, config = drawn
-    check_refusal((*path, *related(path)), lambda: read(config))
+    assert_refusal_names_key((*path, *related(path)), lambda: read(config))
 
 
 @settings(max_examples=100, deadline=None)
@@ -72,7 +72,7 @@ def test_a_json_in_base64_is_read_as_the_dict(drawn: tuple[tuple[str, ...], Any]
     path, config = drawn
     text = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
     no_json = "is no JSON that DeepSpeed takes"  # such as Infinity
-    check_refusal((*path, *related(path), no_json), lambda: read(text))
+    assert_refusal_names_key((*path, *related(path), no_json), lambda: read(text))
 
 
 def related(path: tuple[str, ...]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=I
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
 from tests.integrations.deepspeed_jobs import run_cases, run_ranks, tiny_llama  # noqa: E402
-from tests.long import chosen  # noqa: E402
+from tests.long import selected_cases  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
@@ -172,7 +172,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def four(request: pytest.FixtureRequest, folder: Path) -> Results:
     cases = {each["name"]: each for each in matrix(4)}
-    return run_cases([cases[name] for name in chosen(request, cases)], 4, folder / "matrix")
+    return run_cases([cases[name] for name in selected_cases(request, cases)], 4, folder / "matrix")
 
 
 @pytest.fixture(scope="module")

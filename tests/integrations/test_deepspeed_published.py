@@ -28,7 +28,7 @@ from tests.integrations.deepspeed_jobs import (  # noqa: E402
     text,
     tiny_llama,
 )
-from tests.long import chosen  # noqa: E402
+from tests.long import selected_cases  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
@@ -81,7 +81,7 @@ def trained(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("published")
-    asked = [case(stem, folder) for stem in chosen(request, CPU_STEMS, "stem")]
+    asked = [case(stem, folder) for stem in selected_cases(request, CPU_STEMS, "stem")]
     return run_cases(asked, RANKS, folder)
 
 

@@ -17,7 +17,7 @@ pytest.importorskip("trl", reason="TRL is not installed", exc_type=ImportError)
 import wf_accelerate  # noqa: E402
 from tests.integrations.accelerate_jobs import Results  # noqa: E402
 from tests.integrations.trl_jobs import CONCENTRIC, trained  # noqa: E402
-from tests.long import chosen  # noqa: E402
+from tests.long import selected_cases  # noqa: E402
 
 PAIRS = {"sequence_parallel_size": 2, "route": "ring"}
 TWO = {"gradient_accumulation_steps": 2}
@@ -51,7 +51,7 @@ def found(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[Results, Results]:
     """With us, and without."""
-    asked = {name: CASES[name] for name in chosen(request, CASES)}
+    asked = {name: CASES[name] for name in selected_cases(request, CASES)}
     return trained("preference_worker", asked, tmp_path_factory.mktemp("trl"))
 
 

@@ -24,7 +24,7 @@ from tests.integrations.deepspeed_jobs import (  # noqa: E402
     text,
     tiny_llama,
 )
-from tests.long import chosen  # noqa: E402
+from tests.long import selected_cases  # noqa: E402
 from wf_backends.comm import Communicator  # noqa: E402
 
 pytestmark = pytest.mark.processes
@@ -115,7 +115,7 @@ def trained(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> list[tuple[Found, Found]]:
     folder = tmp_path_factory.mktemp("torch")
-    for name in chosen(request, SETTINGS):
+    for name in selected_cases(request, SETTINGS):
         (folder / f"{name}.json").write_text(json.dumps(SETTINGS[name]))
     return run_processes(RANKS, train, str(folder), timeout=280.0, start=python())
 

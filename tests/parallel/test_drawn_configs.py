@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from tests.drawn_configs import VALUES, check_refusal, mutated
+from tests.drawn_configs import VALUES, assert_refusal_names_key, mutated
 from wf_backends import SequenceParallelConfig
 
 BASES: tuple[dict[str, Any], ...] = (
@@ -39,7 +39,7 @@ BASES: tuple[dict[str, Any], ...] = (
 @given(drawn=mutated(BASES, VALUES))
 def test_words_are_taken_or_refused_by_name(drawn: tuple[tuple[str, ...], dict[str, Any]]) -> None:
     path, words = drawn
-    check_refusal(path, lambda: SequenceParallelConfig.from_dict(words))
+    assert_refusal_names_key(path, lambda: SequenceParallelConfig.from_dict(words))
 
 
 @pytest.mark.parametrize("words", [None, 3, "ring", [("route", "ring")], {3: 4}, b"", object()])

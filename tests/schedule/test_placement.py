@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planning import SHAPE, both_ways, cluster
+from tests.planning import SHAPE, cluster, placements_both_ways
 from wf_backends.cost.route_shape import shape_of
 from wf_backends.cost.workload import HeadSplit, Workload
 from wf_backends.schedule.placement import (
@@ -28,7 +28,7 @@ from wf_backends.schedule.schedule import check
 
 @pytest.mark.parametrize("size", range(1, 17))
 def test_every_placement_is_a_valid_schedule(size: int) -> None:
-    for placed in both_ways(size):
+    for placed in placements_both_ways(size):
         check(place(placed, size))
 
 
@@ -65,7 +65,7 @@ def test_a_reversed_ring_hops_towards_higher_ranks() -> None:
 
 @pytest.mark.parametrize("size", (1, 4, 8, 12, 16))
 def test_every_placement_can_be_written_and_read(size: int) -> None:
-    for placed in both_ways(size):
+    for placed in placements_both_ways(size):
         assert read_placed(placed.to_words(), size) == placed
 
 
