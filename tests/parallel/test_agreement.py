@@ -1,7 +1,9 @@
-"""What the ranks of one sequence do differently is told in words, on all of them."""
+"""Calls that differ between the ranks of a sequence: an error on all ranks names the difference."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,137 +11,292 @@ import torch
 
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.cluster.presets import one_host
 from wf_backends.comm.consistency import texts_with_ranks
 
 RANKS = 3
 
 
-def attend(comm: Any, change: dict[str, Any]) -> str:
-    """The error of a rank in a call that rank 1 makes otherwise."""
-    mine = change if comm.rank == 1 else {}
-    words = {"sequence_parallel_size": RANKS, "route": "ring"} | mine.get("words", {})
-    sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
-    x = torch.zeros(1, 8, 4, 8, dtype=mine.get("dtype", torch.float32))
+def refusal_of_attention(comm: Any, change: dict[str, Any]) -> str:
+    """The error of this rank where rank 1 changes its config, its dtype or its arguments."""
+    rank_change = change if comm.rank == 1 else {}
+    options = {"sequence_parallel_size": RANKS, "route": "ring"} | rank_change.get("config", {})
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(options), comm)
+    x = torch.zeros(1, 8, 4, 8, dtype=rank_change.get("dtype", torch.float32))
+    arguments = {"causal": True, "name": "a"} | rank_change.get("arguments", {})
     with pytest.raises(ValueError, match="the ranks do not agree") as refusal:
-        sp.attention(x, x, x, **{"causal": True, "name": "a"} | mine.get("call", {}))
+        sp.attention(x, x, x, **arguments)
     return str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
-        ({"call": {"causal": False}}, "mask: causal (ranks [0, 2]), full (ranks [1])"),
+        ({"arguments": {"causal": False}}, "mask: causal (ranks [0, 2]), full (ranks [1])"),
         (
-            {"call": {"window_size": (5, -1)}},
+            {"arguments": {"window_size": (5, -1)}},
             "causal (ranks [0, 2]), window of 5 tokens to the left, 0 to the right (ranks [1])",
         ),
         (
-            {"call": {"cu_seqlens": (0, 7, 24)}},
+            {"arguments": {"cu_seqlens": (0, 7, 24)}},
             "causal, documents with borders [0, 7, 24] (ranks [1])",
         ),
         (
             {"dtype": torch.float64},
             "dtype: torch.float32 (ranks [0, 2]), torch.float64 (ranks [1])",
         ),
-        ({"call": {"softmax_scale": 0.5}}, ", 0.5 (ranks [1])"),
+        ({"arguments": {"softmax_scale": 0.5}}, ", 0.5 (ranks [1])"),
         (
-            {"words": {"route": "all_gather", "layout": "contiguous"}},
+            {"config": {"route": "all_gather", "layout": "contiguous"}},
             "config route name: ring (ranks [0, 2]), all_gather (ranks [1]); "
             "config layout: zigzag (ranks [0, 2]), contiguous (ranks [1])",
         ),
-        ({"call": {"name": "b"}}, "layer 'a' (ranks [0, 2]), layer 'b' (ranks [1])"),
+        ({"arguments": {"name": "b"}}, "layer 'a' (ranks [0, 2]), layer 'b' (ranks [1])"),
     ],
 )
-def test_what_differs_is_told_in_words(change: dict[str, Any], says: str) -> None:
-    told = run_threads(RANKS, attend, change)
-    assert says in told[0], told[0]
-    assert told[0] == told[1] == told[2]
+def test_error_shows_the_values_that_differ_with_their_ranks(
+    change: dict[str, Any], message: str
+) -> None:
+    errors = run_threads(RANKS, refusal_of_attention, change)
+    assert message in errors[0], errors[0]
+    assert errors[0] == errors[1] == errors[2]
 
 
-def test_long_words_are_shown_from_where_they_differ() -> None:
-    one, other = (f"{[*range(100)]}, {last}" for last in (5, 6))
-    told = texts_with_ranks([one, other, one], lambda ranks: f"ranks {ranks}")
-    assert told.startswith("... ") and len(told) < 200
-    assert "5 (ranks [0, 2])" in told and "6 (ranks [1])" in told
+def test_long_values_are_shown_from_where_they_differ() -> None:
+    ends_with_5, ends_with_6 = (f"{[*range(100)]}, {last}" for last in (5, 6))
+    shown = texts_with_ranks(
+        [ends_with_5, ends_with_6, ends_with_5], lambda ranks: f"ranks {ranks}"
+    )
+    assert shown.startswith("... ") and len(shown) < 200
+    assert "5 (ranks [0, 2])" in shown and "6 (ranks [1])" in shown
 
 
-def leave_out(comm: Any, skips: bool, names: bool) -> list[Any]:
-    """The errors of a rank in a stack of layers, of which rank 1 leaves out the second."""
+def run_layers(comm: Any, rank_1_skips: bool) -> None:
+    """Attention of four named layers; rank 1 may skip the second."""
     config = SequenceParallelConfig(sequence_parallel_size=comm.size, route="ring")
     sp = SequenceParallel(config, comm)
     x = torch.zeros(1, 8, 4, 8)
     for index in range(4):
-        if skips and comm.rank == 1 and index == 1:
+        if rank_1_skips and comm.rank == 1 and index == 1:
             continue
-        x = x + sp.attention(x, x, x, name=f"layers.{index}" if names else None)
-    return []
+        x = x + sp.attention(x, x, x, name=f"layers.{index}")
 
 
-def test_a_rank_that_leaves_out_a_layer_is_told_by_name() -> None:
+def test_error_names_the_layer_that_one_rank_skips() -> None:
+    run_threads(RANKS, run_layers, False)
     with pytest.raises(ValueError, match=r"layer 'layers.1' \(ranks \[0, 2\]\), layer 'layers.2'"):
-        run_threads(RANKS, leave_out, True, True)
-    assert run_threads(RANKS, leave_out, False, True) == [[]] * RANKS
+        run_threads(RANKS, run_layers, True)
 
 
-@pytest.mark.parametrize("after", ["shard_batch", "unshard"])
-def test_a_call_without_a_name_that_is_left_out_in_evaluation_is_told_by_what_follows(
-    after: str,
+@pytest.mark.parametrize("last_call", ["shard_batch", "unshard"])
+def test_skipped_call_without_a_name_is_an_error_in_the_next_call_of_another_type(
+    last_call: str,
 ) -> None:
-    """A rank that left one out takes its next calls for those before, and has one too few."""
+    """Calls without names look alike: only the call after them shows that one is missing."""
 
-    def rank(comm: Any, skips: bool) -> None:
+    def rank(comm: Any, rank_1_skips: bool) -> None:
         config = SequenceParallelConfig(sequence_parallel_size=comm.size, route="ring")
         sp = SequenceParallel(config, comm)
         ids = torch.zeros(1, 24, dtype=torch.int64)
         x = sp.shard_batch({"input_ids": ids})["input_ids"][..., None, None].repeat(1, 1, 4, 8)
         x = x.float()
         for index in range(3):
-            if not (skips and comm.rank == 1 and index == 1):
+            if not (rank_1_skips and comm.rank == 1 and index == 1):
                 x = sp.attention(x, x, x)
-        sp.unshard(x) if after == "unshard" else sp.shard_batch({"input_ids": ids})
+        sp.unshard(x) if last_call == "unshard" else sp.shard_batch({"input_ids": ids})
 
+    run_threads(RANKS, rank, False)
     with pytest.raises(ValueError, match="A rank that leaves out a call"):
         run_threads(RANKS, rank, True)
-    run_threads(RANKS, rank, False)
 
 
-WORDS = [{"route": "ring"}, {"ulysses_degree": 2}, {"ulysses_degree": 2, "ulysses_chunks": 2}]
+CONFIGS = [
+    {"route": "ring"},
+    {"ulysses_degree": 2},
+    {"ulysses_degree": 2, "ulysses_chunks": 2},
+    {"strategy": "lss"},
+]
 
 
-@pytest.mark.parametrize("words", [*WORDS, {"strategy": "lss"}])
+@pytest.mark.parametrize("options", CONFIGS)
 @pytest.mark.parametrize("order", [(1, 0), (1,)], ids=["another order", "not at all"])
-def test_backwards_in_another_order_are_told_by_name(words: dict[str, Any], order: Any) -> None:
-    """Messages of one backward are never taken for those of another, though they look alike."""
+def test_backwards_in_different_orders_are_an_error_that_names_the_layers(
+    options: dict[str, Any], order: tuple[int, ...]
+) -> None:
+    """The messages of both layers have equal shapes: only the check of the order sees it."""
 
-    def rank(comm: Any, order: tuple[int, ...]) -> None:
-        config = SequenceParallelConfig.from_dict({"sequence_parallel_size": 2} | words)
+    def rank(comm: Any, order_of_rank_1: tuple[int, ...]) -> None:
+        config = SequenceParallelConfig.from_dict({"sequence_parallel_size": 2} | options)
         sp = SequenceParallel(config, comm)
         x = torch.zeros(1, 8, 4, 8, requires_grad=True)
         outs = [sp.attention(x, x, x, name=name) for name in "ab"]
-        for at in order if comm.rank == 1 else (0, 1):
-            outs[at].sum().backward()
+        for layer in order_of_rank_1 if comm.rank == 1 else (0, 1):
+            outs[layer].sum().backward()
 
-    told = r"layer '[ab]', backward of attention call \d, .* layer '[ab]', backward of"
-    with pytest.raises(RuntimeError, match=told):
-        run_threads(2, rank, order)
     run_threads(2, rank, (0, 1))
+    message = r"layer '[ab]', backward of attention call \d, .* layer '[ab]', backward of"
+    with pytest.raises(RuntimeError, match=message):
+        run_threads(2, rank, order)
 
 
-def in_the_second_group(comm: Any, change: str) -> str:
-    """The error of a rank of [2, 3], where rank 3 makes another call, or none at all."""
+def refusal_in_second_group(comm: Any, difference: str) -> str:
+    """The error in the group of global ranks 2 and 3, where rank 3 calls attention otherwise."""
     if comm.rank < 2:
         return ""
     sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
     x = torch.zeros(1, 8, 4, 8)
+    differences = {
+        "mask": {"causal": True},
+        "dropout": {"dropout_p": 2.0},
+        "layer": {"name": "b"},
+    }
+    arguments = {"name": "a"} | (differences[difference] if comm.rank == 3 else {})
     with pytest.raises((ValueError, RuntimeError)) as refusal:
-        wrong = {"mask": {"causal": True}, "dropout": {"dropout_p": 2.0}}.get(change, {})
-        sp.attention(
-            x, x, x, **wrong if comm.rank == 3 else {}, name=f"{comm.rank}"[: change == "layer"]
-        )
+        sp.attention(x, x, x, **arguments)
     return str(refusal.value)
 
 
-@pytest.mark.parametrize("change", ["mask", "layer", "dropout"])
-def test_ranks_are_named_as_the_job_numbers_them(change: str) -> None:
-    told = run_threads(4, in_the_second_group, change)[2]
-    assert "lobal ranks [3], ranks [1] of the group" in told, told
+@pytest.mark.parametrize("difference", ["mask", "layer", "dropout"])
+def test_error_names_global_ranks_and_ranks_of_the_group(difference: str) -> None:
+    error = run_threads(4, refusal_in_second_group, difference)[2]
+    assert "lobal ranks [3], ranks [1] of the group" in error, error
+
+
+def tensors(
+    seqlen: int = 8,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+) -> list[torch.Tensor]:
+    """q, k and v of one rank."""
+    return [torch.randn(1, seqlen, n, head_dim, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        ({"seqlen": 12}, r"q rows must be the shards.*got \[8, 8, 12\]"),
+        ({"heads": 8}, r"heads: \[4, 4, 8\]"),
+        ({"kv_heads": 4}, r"kv heads: \[2, 2, 4\]"),
+        ({"head_dim": 16}, r"head_dim: \[8, 8, 16\]"),
+        ({"dtype": torch.float64}, "dtype"),
+    ),
+)
+def test_error_lists_the_shapes_of_all_ranks(change: dict[str, Any], message: str) -> None:
+    def rank(comm: Any) -> None:
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=3, route="ring"), comm)
+        sp.attention(*tensors(**(change if comm.rank == 2 else {})))
+
+    with pytest.raises(ValueError, match=message):
+        run_threads(3, rank)
+
+
+@pytest.mark.parametrize(
+    "difference",
+    (
+        "config",
+        "mask",
+        "softcap",
+        "sinks",
+        "alibi_slopes",
+        "position_bias",
+        "dropout_p",
+        "dropout_seed",
+    ),
+)
+def test_error_names_the_option_that_differs(difference: str) -> None:
+    options_of_rank_0 = {
+        "mask": {"causal": True},
+        "softcap": {"softcap": 3.0},
+        "sinks": {"sinks": torch.zeros(4)},
+        "alibi_slopes": {"alibi_slopes": torch.zeros(4)},
+        "position_bias": {"position_bias": torch.zeros(4, 3)},
+        "dropout_p": {"dropout_p": 0.1},
+        "dropout_seed": {"dropout_p": 0.1, "dropout_seed": 3},
+    }
+    options_of_rank_1 = {"dropout_seed": {"dropout_p": 0.1, "dropout_seed": 4}}
+
+    def rank(comm: Any) -> None:
+        route = "all_gather" if comm.rank == 1 and difference == "config" else "ring"
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2, route=route), comm)
+        options = (options_of_rank_0, options_of_rank_1)[comm.rank].get(difference, {})
+        sp.attention(*tensors(), **options)
+
+    with pytest.raises(ValueError, match=f"the ranks do not agree.*{difference}"):
+        run_threads(2, rank)
+
+
+def test_error_names_the_topology_field_that_differs(tmp_path: Path) -> None:
+    def rank(comm: Any) -> None:
+        path = tmp_path / f"{comm.rank}.json"
+        path.write_text(json.dumps(one_host(2).to_dict() | {"memory_gib": 1 + comm.rank}))
+        options = {"sequence_parallel_size": 2, "topology": str(path)}
+        sp = SequenceParallel(SequenceParallelConfig.from_dict(options), comm)
+        sp.attention(*3 * [torch.zeros(1, 8, 2, 8)])
+
+    with pytest.raises(ValueError, match=r"config its topology memory_gib: 1.0 \(ranks"):
+        run_threads(2, rank)
+
+
+@pytest.mark.parametrize("strategy", (None, "lss"))
+@pytest.mark.parametrize("argument", ("tensors", "mask", "dropout"))
+def test_arguments_that_one_rank_refuses_are_an_error_on_all(
+    strategy: str | None, argument: str
+) -> None:
+    """No rank waits for the one that refuses, and the group still works after the error."""
+    message = {"tensors": "one batch size", "mask": "cu_seqlens", "dropout": "1.1"}[argument]
+
+    def rank(comm: Any) -> str:
+        options = {"sequence_parallel_size": 3, "route": "all_gather", "strategy": strategy}
+        sp = SequenceParallel(SequenceParallelConfig.from_dict(options), comm)
+        q, k, v = tensors()
+        bad_calls: dict[str, Any] = {
+            "tensors": ((q, k, v[:, :4]), {}),
+            "mask": ((q, k, v), {"cu_seqlens": [0, 9, 3]}),
+            "dropout": ((q, k, v), {"dropout_p": 1.1}),
+        }
+        qkv, options = bad_calls[argument] if comm.rank == 1 else ((q, k, v), {})
+        with pytest.raises((ValueError, NotImplementedError)) as refusal:
+            sp.attention(*qkv, **options)
+        sp.attention(q, k, v)
+        return str(refusal.value)
+
+    errors = run_threads(3, rank, timeout=20)
+    assert message in errors[1]
+    assert errors[0] == errors[2] == "the ranks do not agree: ranks [1] refuse their own arguments"
+
+
+def test_different_calls_at_the_same_time_are_an_error_that_names_them() -> None:
+    def rank(comm: Any) -> None:
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
+        sp.attention(*tensors()) if comm.rank else sp.unshard(tensors()[0])
+
+    with pytest.raises(ValueError, match=r"a call that compares batch size, .* \(ranks \[1\]\)"):
+        run_threads(2, rank, timeout=20)
+
+
+IDS = torch.zeros(1, 8, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("batch_of_rank_1", "message"),
+    (
+        ({"input_ids": IDS + 1}, "the ranks do not agree.*input_ids"),
+        ({"input_ids": IDS, "labels": IDS}, r"do not agree.*keys of the batch: \["),
+        (
+            {"input_ids": IDS, "labels": IDS[:, :7]},
+            r"ranks \[1\] refuse|labels must be a tensor \(1, 8\)",
+        ),
+    ),
+    ids=("other tokens", "another key", "labels too short"),
+)
+def test_error_names_what_differs_in_the_batch(
+    batch_of_rank_1: dict[str, torch.Tensor], message: str
+) -> None:
+    def rank(comm: Any) -> None:
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
+        sp.shard_batch(batch_of_rank_1 if comm.rank else {"input_ids": IDS})
+
+    with pytest.raises(ValueError, match=message):
+        run_threads(2, rank, timeout=20)

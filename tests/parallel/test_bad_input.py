@@ -1,8 +1,7 @@
-"""Bad input: an error that names the cause, on every rank, instead of a hang or a wrong number."""
+"""Arguments of sp.attention that are refused: the error names the argument and what is right."""
 
 from __future__ import annotations
 
-import json
 import re
 from threading import Event, Thread
 
@@ -11,38 +10,25 @@ import torch
 
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
-from wf_backends.cluster.presets import one_host
 from wf_backends.comm import World
 
-
-def alone(**words):
-    return SequenceParallel(SequenceParallelConfig(**words), World(1).comm(0))
+NAN, INF = float("nan"), float("inf")
 
 
-def qkv(seqlen=8, heads=4, kv_heads=2, dtype=torch.float32, head_dim=8):
-    return [torch.randn(1, seqlen, n, head_dim, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
+def one_rank(**options):
+    """SequenceParallel of a world of one rank."""
+    return SequenceParallel(SequenceParallelConfig(**options), World(1).comm(0))
 
 
-def refused(change, says, error=ValueError, **options):
-    tensors = qkv()
-    with pytest.raises(error, match=says):
-        alone().attention(*change(*tensors), **options)
+def tensors():
+    """q, k and v: 8 tokens, 4 heads, 2 key heads, head_dim 8."""
+    return [torch.randn(1, 8, heads, 8) for heads in (4, 2, 2)]
 
 
-def same(*tensors):
-    return tensors
-
-
-def test_ranks_with_different_topologies_are_told(tmp_path):
-    def attend(comm):
-        path = tmp_path / f"{comm.rank}.json"
-        path.write_text(json.dumps(one_host(2).to_dict() | {"memory_gib": 1 + comm.rank}))
-        words = {"sequence_parallel_size": 2, "topology": str(path)}
-        sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
-        sp.attention(*3 * [torch.zeros(1, 8, 2, 8)])
-
-    with pytest.raises(ValueError, match=r"config its topology memory_gib: 1.0 \(ranks"):
-        run_threads(2, attend)
+def assert_refused(message, *qkv, error=ValueError, **options):
+    """`sp.attention` raises, for q, k and v that are good unless they are given."""
+    with pytest.raises(error, match=message):
+        one_rank().attention(*(qkv or tensors()), **options)
 
 
 def test_sequence_parallel_size_must_divide_the_world():
@@ -53,289 +39,218 @@ def test_sequence_parallel_size_must_divide_the_world():
         SequenceParallel(config)
 
 
-def test_tensors_that_do_not_fit_are_refused():
-    refused(lambda q, k, v: (q.double(), k, v), "one dtype, got torch.float64, torch.float32")
-    refused(lambda q, k, v: (q, k.to("meta"), v), "one device, got cpu, meta, cpu")
-    refused(lambda q, k, v: (q[0], k, v), r"must be \(batch, seqlen, heads, head_dim\)")
-    refused(lambda q, k, v: (q, k, v[:, :4]), r"k and v must have one batch size.*v \(1, 4, 2, 8\)")
-    refused(lambda q, k, v: (q[..., :4], k, v), "head_dim")
-    refused(lambda q, k, v: (q[:, :, :3], k, v), "kv heads must divide heads, got 2 and 3")
-    refused(lambda q, k, v: (q.long(), k.long(), v.long()), "floating point dtype, got torch.int64")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        (lambda q, k, v: (q.double(), k, v), "one dtype, got torch.float64, torch.float32"),
+        (lambda q, k, v: (q, k.to("meta"), v), "one device, got cpu, meta, cpu"),
+        (lambda q, k, v: (q[0], k, v), r"must be \(batch, seqlen, heads, head_dim\)"),
+        (
+            lambda q, k, v: (q, k, v[:, :4]),
+            r"k and v must have one batch size.*v \(1, 4, 2, 8\)",
+        ),
+        (lambda q, k, v: (q[..., :4], k, v), "head_dim"),
+        (lambda q, k, v: (q[:, :, :3], k, v), "kv heads must divide heads, got 2 and 3"),
+        (
+            lambda q, k, v: (q.long(), k.long(), v.long()),
+            "floating point dtype, got torch.int64",
+        ),
+        (lambda q, k, v: (q[:, :, :0], k, v), r"positive, got q \(1, 8, 0, 8\)"),
+        (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), r"positive, .*k \(1, 8, 0, 8\)"),
+        (
+            lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0]),
+            r"positive, got q \(1, 8, 4, 0\)",
+        ),
+    ),
+    ids=(
+        "two dtypes",
+        "two devices",
+        "three dims",
+        "k and v of two lengths",
+        "two head dims",
+        "heads no multiple of kv heads",
+        "integers",
+        "no heads",
+        "no kv heads",
+        "head_dim 0",
+    ),
+)
+def test_tensors_that_do_not_fit_each_other_are_refused(change, message):
+    assert_refused(message, *change(*tensors()))
 
 
-def test_a_scale_that_is_learned_is_refused_not_left_without_its_gradient():
+def test_softmax_scale_with_a_gradient_is_refused():
+    """Attention computes no gradient of the scale."""
     scale = torch.tensor(0.5, requires_grad=True)
-    refused(same, "softmax_scale must be a number.*requires a gradient", softmax_scale=scale)
-    alone().attention(*qkv(), softmax_scale=scale.detach())
+    assert_refused("softmax_scale must be a number.*requires a gradient", softmax_scale=scale)
+    one_rank().attention(*tensors(), softmax_scale=scale.detach())
 
 
-def test_a_scale_that_is_no_number_is_refused():
-    for scale in (float("nan"), float("inf"), "0.5", True, [1], 1j, torch.ones(2)):
-        refused(same, "softmax_scale must be a finite number or None", softmax_scale=scale)
+@pytest.mark.parametrize("scale", (NAN, INF, "0.5", True, [1], 1j, torch.ones(2)), ids=repr)
+def test_softmax_scale_that_is_no_finite_number_is_refused(scale):
+    assert_refused("softmax_scale must be a finite number or None", softmax_scale=scale)
 
 
-def test_lengths_and_names_that_are_none_are_refused():
-    for seqlen in ("8", 8.0, 0, -8, True):
-        refused(same, "seqlen must be a positive integer, got", seqlen=seqlen)
-    refused(same, r"seqlen must be the rows of q of all ranks, \[8\], together; got 9", seqlen=9)
-    for name in (5, ["layer"]):
-        refused(same, "name must be the name of a layer or None", name=name)
+@pytest.mark.parametrize("seqlen", ("8", 8.0, 0, -8, True))
+def test_seqlen_that_is_no_positive_integer_is_refused(seqlen):
+    assert_refused("seqlen must be a positive integer, got", seqlen=seqlen)
 
 
-def test_dropout_that_is_no_probability_or_seed_is_refused():
-    for p in (-0.1, 1.0, 1.5, float("nan"), "0.1", True, None):
-        refused(same, r"dropout_p must be a number in \[0, 1\)", dropout_p=p)
-    for seed in (-1, 1 << 63, 0.5, "7", True, torch.tensor(3)):
-        says = r"dropout_seed must be an integer in \[0, 2\*\*63\)"
-        for p in (0.0, 0.1):
-            refused(same, says, dropout_p=p, dropout_seed=seed)
+def test_seqlen_that_is_not_the_sum_of_the_rows_is_refused():
+    assert_refused(r"seqlen must be the rows of q of all ranks, \[8\], together; got 9", seqlen=9)
 
 
-def test_sinks_slopes_and_caps_that_do_not_fit_are_refused():
-    floats = torch.zeros(4)
-    for name in ("sinks", "alibi_slopes"):
-        for wrong in (floats[:3], floats[None], floats.long(), 0.5, [0.0] * 4):
-            refused(same, f"{name} must be floats, one for each of the 4 heads", **{name: wrong})
-        refused(
-            same, f"{name} must be on the device of q, cpu, got meta", **{name: floats.to("meta")}
-        )
-    says = r"position_bias must be floats \(4 heads, 2 n - 1\)"
-    for wrong in (floats, torch.zeros(4, 6), torch.zeros(3, 5), torch.zeros(4, 5).long(), 0.5):
-        refused(same, says, position_bias=wrong)
-    says = "position_bias must be on the device of q, cpu, got meta"
-    refused(same, says, position_bias=torch.zeros(4, 5, device="meta"))
-    learned = floats.clone().requires_grad_()
-    refused(same, "alibi_slopes have no gradient: pass", alibi_slopes=learned)
-    zero = {"alibi_slopes": torch.ones(4), "softmax_scale": 0.0}
-    refused(same, "softmax_scale must not be 0 beside alibi_slopes", **zero)
-    for cap in (-1.0, float("nan"), float("inf"), "30", True, None):
-        refused(same, "softcap must be a number from 0", softcap=cap)
-    error = NotImplementedError
-    shorter = [x[:, :4] for x in qkv()[1:]]
-    across = {"alibi_slopes": floats, "position_bias": torch.zeros(4, 5)}
-    for name, value in across.items():
-        says = "cross.*alibi_slopes and position_bias need"
-        refused(lambda q, k, v: (q, *shorter), says, error, **{name: value})
+@pytest.mark.parametrize("name", (5, ["layer"]))
+def test_name_that_is_no_string_is_refused(name):
+    assert_refused("name must be the name of a layer or None", name=name)
+
+
+@pytest.mark.parametrize("p", (-0.1, 1.0, 1.5, NAN, "0.1", True, None))
+def test_dropout_p_that_is_no_probability_is_refused(p):
+    assert_refused(r"dropout_p must be a number in \[0, 1\)", dropout_p=p)
+
+
+@pytest.mark.parametrize("p", (0.0, 0.1))
+@pytest.mark.parametrize("seed", (-1, 1 << 63, 0.5, "7", True, torch.tensor(3)), ids=repr)
+def test_dropout_seed_that_is_no_63_bit_integer_is_refused(seed, p):
+    message = r"dropout_seed must be an integer in \[0, 2\*\*63\)"
+    assert_refused(message, dropout_p=p, dropout_seed=seed)
+
+
+@pytest.mark.parametrize("name", ("sinks", "alibi_slopes"))
+@pytest.mark.parametrize(
+    "value",
+    (torch.zeros(3), torch.zeros(1, 4), torch.zeros(4).long(), 0.5, [0.0] * 4),
+    ids=("3 heads", "2 dims", "integers", "number", "list"),
+)
+def test_sinks_and_slopes_that_are_not_one_float_per_head_are_refused(name, value):
+    assert_refused(f"{name} must be floats, one for each of the 4 heads", **{name: value})
+
+
+@pytest.mark.parametrize(
+    "bias",
+    (
+        torch.zeros(4),
+        torch.zeros(4, 6),
+        torch.zeros(3, 5),
+        torch.zeros(4, 5).long(),
+        0.5,
+    ),
+    ids=("1 dim", "even number of distances", "3 heads", "integers", "number"),
+)
+def test_position_bias_of_another_shape_or_dtype_is_refused(bias):
+    assert_refused(r"position_bias must be floats \(4 heads, 2 n - 1\)", position_bias=bias)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), (("sinks", (4,)), ("alibi_slopes", (4,)), ("position_bias", (4, 5)))
+)
+def test_options_on_another_device_than_q_are_refused(name, shape):
+    value = torch.zeros(shape, device="meta")
+    assert_refused(f"{name} must be on the device of q, cpu, got meta", **{name: value})
+
+
+def test_alibi_slopes_with_a_gradient_are_refused():
+    learned = torch.zeros(4, requires_grad=True)
+    assert_refused("alibi_slopes have no gradient: pass", alibi_slopes=learned)
+
+
+def test_alibi_with_a_scale_of_0_is_refused():
+    options = {"alibi_slopes": torch.ones(4), "softmax_scale": 0.0}
+    assert_refused("softmax_scale must not be 0 beside alibi_slopes", **options)
+
+
+@pytest.mark.parametrize("cap", (-1.0, NAN, INF, "30", True, None))
+def test_softcap_that_is_no_number_from_0_is_refused(cap):
+    assert_refused("softcap must be a number from 0", softcap=cap)
+
+
+@pytest.mark.parametrize(("name", "shape"), (("alibi_slopes", (4,)), ("position_bias", (4, 5))))
+def test_distances_between_positions_are_refused_in_cross_attention(name, shape):
+    q, k, v = tensors()
+    message = "cross.*alibi_slopes and position_bias need"
+    options = {name: torch.zeros(shape)}
+    assert_refused(message, q, k[:, :4], v[:, :4], error=NotImplementedError, **options)
 
 
 class Wrapped(torch.Tensor):
     """A subclass, as frameworks have them for distributed or managed tensors."""
 
 
-def test_tensor_subclasses_are_refused_not_given_zero_gradients():
-    refused(lambda q, k, v: (q, k.as_subclass(Wrapped), v), "k must be a plain.*got a Wrapped")
-
-
-def test_masks_that_do_not_fit_are_refused():
-    refused(same, "end at the sequence length 8, got 6", cu_seqlens=[0, 3, 6])
-    refused(same, "host integers", cu_seqlens=torch.tensor([0, 8]))
-    refused(same, r"host integers, got \[0, 3.5, 8\]", cu_seqlens=[0, 3.5, 8])
-    for causal in ("no", "False", 1, None, torch.tensor(True)):
-        refused(same, "causal must be True or False, got", causal=causal)
-        refused(same, "causal must be True or False, got", causal=causal, window_size=(2, 0))
-    for window in ((-3, 0), (1, 2, 3), 3, None, (True, False)):
-        refused(same, r"window_size must be \(left, right\)", window_size=window)
-
-    def shorter(q, k, v):
-        return q, k[:, :4], v[:, :4]
-
-    refused(shorter, "cross attention.*8 queries, 4 keys", NotImplementedError, causal=True)
-
-
-def test_a_sequence_too_short_is_refused():
-    config = SequenceParallelConfig(sequence_parallel_size=4, layout="zigzag")
-
-    def short(comm):
-        SequenceParallel(config, comm).shard(torch.zeros(1, 7, 1, 8))
-
-    with pytest.raises(ValueError, match="7 tokens is too short for the zigzag layout on 4 ranks"):
-        run_threads(4, short)
+def test_tensor_subclasses_are_refused():
+    """Their gradients would be zero."""
+    q, k, v = tensors()
+    assert_refused("k must be a plain.*got a Wrapped", q, k.as_subclass(Wrapped), v)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("borders", "message"),
     (
-        ({"seqlen": 12}, r"q rows must be the shards.*got \[8, 8, 12\]"),
-        ({"heads": 8}, r"heads: \[4, 4, 8\]"),
-        ({"kv_heads": 4}, r"kv heads: \[2, 2, 4\]"),
-        ({"head_dim": 16}, r"head_dim: \[8, 8, 16\]"),
-        ({"dtype": torch.float64}, "dtype"),
+        ([0, 3, 6], "end at the sequence length 8, got 6"),
+        (torch.tensor([0, 8]), "host integers"),
+        ([0, 3.5, 8], r"host integers, got \[0, 3.5, 8\]"),
     ),
+    ids=("too short", "tensor", "fraction"),
 )
-def test_shapes_that_differ_between_ranks_are_named_by_rank(change, says):
-    def attend(comm):
-        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=3, route="ring"), comm)
-        sp.attention(*qkv(**(change if comm.rank == 2 else {})))
-
-    with pytest.raises(ValueError, match=says):
-        run_threads(3, attend)
+def test_cu_seqlens_that_are_no_borders_are_refused(borders, message):
+    assert_refused(message, cu_seqlens=borders)
 
 
-@pytest.mark.parametrize("strategy", (None, "lss"))
-@pytest.mark.parametrize("wrong", ("tensors", "mask", "dropout"))
-def test_arguments_that_one_rank_refuses_are_waited_for_by_none(strategy, wrong):
-    words = {"route": "all_gather", "strategy": strategy}
-
-    def attend(comm):
-        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=3, **words), comm)
-        q, k, v = qkv()
-        bad = {
-            "tensors": ((q, k, v[:, :4]), {}),
-            "mask": ((q, k, v), {"cu_seqlens": [0, 9, 3]}),
-            "dropout": ((q, k, v), {"dropout_p": 1.1}),
-        }
-        tensors, options = bad[wrong] if comm.rank == 1 else ((q, k, v), {})
-        with pytest.raises((ValueError, NotImplementedError)) as refusal:
-            sp.attention(*tensors, **options)
-        sp.attention(q, k, v)  # and the group is as good as before
-        return str(refusal.value)
-
-    others, own, _ = told = run_threads(3, attend, timeout=20)
-    assert others == told[2] == "the ranks do not agree: ranks [1] refuse their own arguments"
-    assert {"tensors": "one batch size", "mask": "cu_seqlens", "dropout": "1.1"}[wrong] in own
+@pytest.mark.parametrize("window", ({}, {"window_size": (2, 0)}), ids=("no window", "window"))
+@pytest.mark.parametrize("causal", ("no", "False", 1, None, torch.tensor(True)), ids=repr)
+def test_causal_that_is_no_bool_is_refused(causal, window):
+    assert_refused("causal must be True or False, got", causal=causal, **window)
 
 
-def test_different_calls_on_different_ranks_are_named():
-    def call(comm):
-        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
-        sp.attention(*qkv()) if comm.rank else sp.unshard(qkv()[0])
+@pytest.mark.parametrize("window", ((-3, 0), (1, 2, 3), 3, None, (True, False)), ids=repr)
+def test_window_size_that_is_no_pair_of_lengths_is_refused(window):
+    assert_refused(r"window_size must be \(left, right\)", window_size=window)
 
-    with pytest.raises(ValueError, match=r"a call that compares batch size, .* \(ranks \[1\]\)"):
-        run_threads(2, call, timeout=20)
+
+def test_causal_cross_attention_is_refused():
+    q, k, v = tensors()
+    message = "cross attention.*8 queries, 4 keys"
+    assert_refused(message, q, k[:, :4], v[:, :4], error=NotImplementedError, causal=True)
 
 
 @pytest.mark.parametrize("call", ("attention", "shard_batch"))
-def test_threads_that_use_one_sequence_parallel_at_the_same_time_are_refused(call):
-    """Whoever comes second; the first goes on as if nothing had been."""
-    refused = Event()
+def test_a_second_thread_in_the_same_sequence_parallel_is_refused(call):
+    """The thread that came first finishes its call."""
+    second_was_refused = Event()
 
-    def act(sp, told):
+    def call_and_record(sp, results):
         try:
             if call == "attention":
-                told.append(sp.attention(*qkv()).shape)
+                results.append(sp.attention(*tensors()).shape)
             else:
-                told.append(sp.shard_batch({"input_ids": torch.ones(1, 8)})["input_ids"].shape)
+                batch = {"input_ids": torch.ones(1, 8)}
+                results.append(sp.shard_batch(batch)["input_ids"].shape)
         except RuntimeError as error:
-            told.append(str(error))
-            refused.set()
+            results.append(str(error))
+            second_was_refused.set()
 
     def rank(comm):
+        """Rank 0 calls from two threads; rank 1 joins, so that the first call can end."""
         sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
-        told = []
-        both = [Thread(target=act, args=(sp, told)) for _ in range(2 - comm.rank)]
-        assert comm.rank == 0 or refused.wait(10)
-        for thread in both:
+        results = []
+        count = 2 if comm.rank == 0 else 1
+        calls = [Thread(target=call_and_record, args=(sp, results)) for _ in range(count)]
+        assert comm.rank == 0 or second_was_refused.wait(10)
+        for thread in calls:
             thread.start()
-        for thread in both:
+        for thread in calls:
             thread.join()
-        return told
+        return results
 
-    (error, first), (second,) = run_threads(2, rank, timeout=20)
+    (error, shape_on_rank_0), (shape_on_rank_1,) = run_threads(2, rank, timeout=20)
     assert "call from one thread" in error and "new_group" in error
-    assert first == second
+    assert shape_on_rank_0 == shape_on_rank_1
 
 
-def test_options_and_configs_that_differ_between_ranks_are_named():
-    def attend(comm, differing):
-        route = "ring" if comm.rank == 0 or differing != "config" else "all_gather"
-        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2, route=route), comm)
-        values = {"softcap": 3.0, "sinks": torch.zeros(4), "alibi_slopes": torch.zeros(4)}
-        values |= {"position_bias": torch.zeros(4, 3)}
-        values |= {"dropout_p": 0.1, "dropout_seed": 3}
-        seeded = {"dropout_p": 0.1, "dropout_seed": 4} if differing == "dropout_seed" else {}
-        mine = comm.rank == 0 and differing in values
-        options = seeded | ({differing: values[differing]} if mine else {})
-        sp.attention(*qkv(), causal=comm.rank == 0 and differing == "mask", **options)
-
-    for differing in (
-        "config",
-        "mask",
-        "softcap",
-        "sinks",
-        "alibi_slopes",
-        "position_bias",
-        "dropout_p",
-        "dropout_seed",
-    ):
-        with pytest.raises(ValueError, match=f"the ranks do not agree.*{differing}"):
-            run_threads(2, attend, differing)
-
-
-def test_batches_that_differ_between_ranks_are_named():
-    def prepare(comm):
-        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
-        sp.shard_batch({"input_ids": torch.full((1, 8), comm.rank)})
-
-    with pytest.raises(ValueError, match="the ranks do not agree.*input_ids"):
-        run_threads(2, prepare)
-
-
-def test_batches_with_different_keys_and_malformed_ones_are_named():
-    def prepare(comm, second):
-        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
-        ids = torch.zeros(1, 8, dtype=torch.int64)
-        sp.shard_batch({"input_ids": ids} | (second if comm.rank else {}))
-
-    with pytest.raises(ValueError, match=r"do not agree.*keys of the batch: \["):
-        run_threads(2, prepare, {"labels": torch.zeros(1, 8, dtype=torch.int64)}, timeout=20)
-    with pytest.raises(ValueError, match=r"ranks \[1\] refuse|labels must be a tensor \(1, 8\)"):
-        run_threads(2, prepare, {"labels": torch.zeros(1, 7, dtype=torch.int64)}, timeout=20)
-
-
-@pytest.mark.parametrize("act", ["shard", "unshard"])
-def test_a_dim_that_the_tensor_lacks_is_named(act):
-    with pytest.raises(
-        ValueError, match=r"dim must be one of the 1 dimensions of a tensor \(8,\), got 1"
-    ):
-        getattr(alone(), act)(torch.zeros(8))
-
-
-def test_a_batch_and_labels_that_are_none_are_refused():
-    for batch in ([torch.zeros(1, 8)], None, torch.zeros(1, 8)):
-        with pytest.raises(ValueError, match='a batch must be such as {"input_ids": ids}, got a'):
-            alone().shard_batch(batch)
-    for dtype in (torch.float32, torch.bool):
-        with pytest.raises(ValueError, match=f"labels must be integers, got {dtype}"):
-            alone().loss(torch.zeros(1, 8, 5), torch.zeros(1, 8, dtype=dtype))
-
-
-@pytest.mark.parametrize("dim", ["1", 1.0, None])
-def test_a_dim_that_is_no_number_is_refused(dim):
-    for act in (alone().shard, alone().unshard):
-        with pytest.raises(ValueError, match="dim must be one of the 2 dimensions"):
-            act(torch.zeros(2, 8), dim)
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "document_zigzag"])
-def test_documents_that_are_none_are_refused_where_a_tensor_is_cut(layout):
-    """Under document_zigzag ranks would own rows twice, or none would."""
-    sp, x = alone(layout=layout), torch.zeros(1, 8)
-    acts = sp.shard, sp.unshard, lambda x, **words: sp.positions(8, **words)
-    for borders in ([0, 5, 3, 8], [0, 4, 4, 8], [2, 8], [0, 8.5], torch.tensor([0, 8]), []):
-        for act in acts:
-            with pytest.raises(ValueError, match="cu_seqlens must be"):
-                act(x, cu_seqlens=borders)
-
-
-def test_a_tensor_that_is_no_shard_is_not_joined():
-    def join(comm):
-        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
-        sp.unshard(torch.zeros(1, 3 + 4 * comm.rank, 2))
-
-    with pytest.raises(ValueError, match=r"must be the shards of the zigzag layout.*got \[3, 7\]"):
-        run_threads(2, join)
-
-
-def test_a_kernel_asked_for_by_name_and_not_there_is_refused():
-    sp = alone(kernel="flash")
+def test_a_named_kernel_that_cannot_run_is_refused():
+    sp = one_rank(kernel="flash")
     with pytest.raises(ValueError, match="flash"):
-        sp.attention(*qkv())
-
-
-def test_nothing_to_attend_with_is_refused():
-    refused(lambda q, k, v: (q[:, :, :0], k, v), r"positive, got q \(1, 8, 0, 8\)")
-    refused(lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), r"positive, .*k \(1, 8, 0, 8\)")
-    refused(lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0]), r"positive, got q \(1, 8, 4, 0\)")
+        sp.attention(*tensors())
 
 
 def dual(attend, q):
@@ -352,27 +267,28 @@ def dual(attend, q):
         lambda attend, q: torch.func.jacrev(attend)(q),
         dual,
     ),
+    ids=("vmap", "grad", "jvp", "jacrev", "dual"),
 )
-def test_transforms_of_torch_are_refused_with_what_to_do(transform):
-    sp, q = alone(), torch.randn(1, 8, 2, 8)
-    says = r"sp.attention under torch.vmap.*q is inside.*batch dimension.*torch.autograd.grad"
-    with pytest.raises(NotImplementedError, match=says):
+def test_transforms_of_torch_are_refused_with_an_alternative(transform):
+    sp, q = one_rank(), torch.randn(1, 8, 2, 8)
+    message = r"sp.attention under torch.vmap.*q is inside.*batch dimension.*torch.autograd.grad"
+    with pytest.raises(NotImplementedError, match=message):
         transform(lambda q: sp.attention(q, q, q), q)
 
 
-class Attends(torch.nn.Module):
+class AttentionModule(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.sp = alone()
+        self.sp = one_rank()
 
     def forward(self, q):
         return self.sp.attention(q, q, q)
 
 
 @pytest.mark.parametrize("strict", (False, True))
-def test_export_is_refused_with_what_to_do(strict):
-    says = r"torch.export of a model that calls sp.attention.*torch's own attention"
+def test_export_is_refused_with_an_alternative(strict):
+    message = r"torch.export of a model that calls sp.attention.*torch's own attention"
     with pytest.raises(Exception) as refusal:
-        torch.export.export(Attends(), (torch.randn(1, 8, 2, 8),), strict=strict)
-    causes = (refusal.value, refusal.value.__cause__, refusal.value.__context__)
-    assert any(re.search(says, str(one)) for one in causes), causes
+        torch.export.export(AttentionModule(), (torch.randn(1, 8, 2, 8),), strict=strict)
+    errors = (refusal.value, refusal.value.__cause__, refusal.value.__context__)
+    assert any(re.search(message, str(error)) for error in errors), errors
