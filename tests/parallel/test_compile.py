@@ -11,7 +11,7 @@ from wf_backends._compile import eager
 from wf_backends.comm import World
 
 
-class Layer(nn.Module):
+class AttentionLayer(nn.Module):
     def __init__(self, sp):
         super().__init__()
         self.sp, self.proj = sp, nn.Linear(8, 24, dtype=torch.float64)
@@ -21,21 +21,21 @@ class Layer(nn.Module):
         return self.sp.attention(q, k, v, causal=True).squeeze(2) * 2
 
 
-def test_a_compiled_model_gets_the_same_gradients():
+def test_compiled_model_has_the_gradients_of_the_eager_one():
     sp = SequenceParallel(SequenceParallelConfig(), World(1).comm(0))
-    layer, x = Layer(sp), torch.randn(1, 6, 8, dtype=torch.float64)
-    wanted = torch.autograd.grad(layer(x).square().sum(), layer.proj.weight)
+    layer, x = AttentionLayer(sp), torch.randn(1, 6, 8, dtype=torch.float64)
+    expected = torch.autograd.grad(layer(x).square().sum(), layer.proj.weight)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, backend=counter)
     for _ in range(3):
-        found = torch.autograd.grad(compiled(x).square().sum(), layer.proj.weight)
-        assert found[0].abs().max() > 0
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
-    assert counter.frame_count == 2, "what is before the attention and what is after it"
+        actual = torch.autograd.grad(compiled(x).square().sum(), layer.proj.weight)
+        assert actual[0].abs().max() > 0
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+    assert counter.frame_count == 2, "one graph before the attention, one after it"
 
 
-def test_what_stays_outside_is_never_compiled():
-    """However many such functions a model calls: all have one wrapper."""
+def test_model_with_several_eager_functions_is_never_recompiled():
+    """All functions share the code of one wrapper, which must not be compiled for each of them."""
     double, square, negate = map(eager, (lambda x: 2 * x, lambda x: x * x, lambda x, y: y - x))
 
     def model(x):
