@@ -1,4 +1,4 @@
-"""The configuration: the same words everywhere, refused by name where they are wrong."""
+"""SequenceParallelConfig: to and from a dict, values that follow from others, refusals by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from wf_backends import SequenceParallelConfig
 
-DESIGN = {
+CONFIG = {
     "sequence_parallel_size": 8,
     "route": {"name": "concentric", "team_size": 2},
     "backward_route": None,
@@ -22,15 +22,15 @@ DESIGN = {
 }
 
 
-def test_a_dict_goes_in_and_comes_out():
-    config = SequenceParallelConfig.from_dict(DESIGN)
-    assert config.to_dict() == DESIGN
+def test_to_dict_returns_what_from_dict_read():
+    config = SequenceParallelConfig.from_dict(CONFIG)
+    assert config.to_dict() == CONFIG
     assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
-    assert hash(SequenceParallelConfig.from_dict(DESIGN)) == hash(config)
+    assert hash(SequenceParallelConfig.from_dict(CONFIG)) == hash(config)
 
 
 @pytest.mark.parametrize(
-    ("words", "stride", "degrees"),
+    ("options", "stride", "degrees"),
     (
         ({}, "auto", (1, 2, 4, 8)),
         ({"ulysses_stride": "auto"}, "auto", (1, 2, 4, 8)),
@@ -45,17 +45,17 @@ def test_a_dict_goes_in_and_comes_out():
         ({"route": "ring", "ulysses_degree": 2, "ulysses_stride": "auto"}, "auto", (2,)),
     ),
 )
-def test_how_far_apart_ranks_trade_heads(words, stride, degrees):
-    config = SequenceParallelConfig(sequence_parallel_size=8, **words)
+def test_stride_is_chosen_unless_named_and_limits_the_degrees(options, stride, degrees):
+    config = SequenceParallelConfig(sequence_parallel_size=8, **options)
     assert (config.ulysses_stride, config.degrees) == (stride, degrees)
-    assert config.leaves_open == (words.get("route") is None or stride == "auto")
+    assert config.leaves_open == (options.get("route") is None or stride == "auto")
     assert SequenceParallelConfig.from_dict(config.to_dict()) == config
-    usual = "auto" if config.ulysses_degree == "auto" else 1
-    assert ("ulysses_stride" in config.to_dict()) == (stride != usual)
+    default = "auto" if config.ulysses_degree == "auto" else 1
+    assert ("ulysses_stride" in config.to_dict()) == (stride != default)
 
 
 @pytest.mark.parametrize(
-    ("words", "chunks"),
+    ("options", "chunks"),
     (
         ({}, "auto"),
         ({"ulysses_chunks": 2}, 2),
@@ -66,18 +66,21 @@ def test_how_far_apart_ranks_trade_heads(words, stride, degrees):
         ({"route": "ring", "ulysses_chunks": 1}, 1),
     ),
 )
-def test_in_how_many_chunks_heads_are_traded(words, chunks):
-    config = SequenceParallelConfig(sequence_parallel_size=8, **words)
+def test_chunks_are_chosen_where_the_degree_is_unless_named(options, chunks):
+    config = SequenceParallelConfig(sequence_parallel_size=8, **options)
     assert config.ulysses_chunks == chunks
     assert SequenceParallelConfig.from_dict(config.to_dict()) == config
-    usual = "auto" if config.ulysses_degree == "auto" else 1
-    assert ("ulysses_chunks" in config.to_dict()) == (chunks != usual)
-    if words.get("route") == "ring" and words.get("ulysses_degree") is None:
-        assert not config.leaves_open
+    default = "auto" if config.ulysses_degree == "auto" else 1
+    assert ("ulysses_chunks" in config.to_dict()) == (chunks != default)
+
+
+def test_one_chunk_beside_a_named_route_leaves_nothing_open():
+    config = SequenceParallelConfig(sequence_parallel_size=8, route="ring", ulysses_chunks=1)
+    assert not config.leaves_open
 
 
 @pytest.mark.parametrize("source", ("measure", "h100-8x400g", "mine.json", "a/b.toml"))
-def test_a_topology_goes_in_and_comes_out(source):
+def test_to_dict_returns_the_topology_unless_it_is_the_default(source):
     config = SequenceParallelConfig(sequence_parallel_size=4, topology=source)
     assert config.to_dict()["topology"] == source
     assert SequenceParallelConfig.from_dict(config.to_dict()) == config
@@ -85,7 +88,7 @@ def test_a_topology_goes_in_and_comes_out(source):
 
 
 @pytest.mark.parametrize(
-    ("words", "degree", "moves", "degrees"),
+    ("options", "degree", "moves", "degrees"),
     (
         ({}, "auto", "auto", (1, 2, 4, 8)),
         ({"route": "auto", "ulysses_degree": 1}, 1, "auto", (1,)),
@@ -105,8 +108,8 @@ def test_a_topology_goes_in_and_comes_out(source):
         ({"strategy": "lss"}, 1, "keys", (1,)),
     ),
 )
-def test_what_is_not_said_follows_from_the_routes(words, degree, moves, degrees):
-    config = SequenceParallelConfig(sequence_parallel_size=8, **words)
+def test_degree_and_direction_follow_from_the_routes_unless_named(options, degree, moves, degrees):
+    config = SequenceParallelConfig(sequence_parallel_size=8, **options)
     assert (config.ulysses_degree, config.backward_moves, config.degrees) == (
         degree,
         moves,
@@ -116,38 +119,40 @@ def test_what_is_not_said_follows_from_the_routes(words, degree, moves, degrees)
     assert SequenceParallelConfig.from_dict(config.to_dict()) == config
 
 
-def test_it_is_frozen_all_the_way_down():
-    config = SequenceParallelConfig.from_dict(DESIGN)
+def test_config_and_its_routes_are_frozen():
+    config = SequenceParallelConfig.from_dict(CONFIG)
     with pytest.raises(FrozenInstanceError):
         config.layout = "contiguous"  # pyright: ignore
     with pytest.raises(TypeError):
         config.route["team_size"] = 1  # pyright: ignore
 
 
-def test_the_order_of_a_routes_keys_means_nothing():
-    a, b = ({"rows": 2, "cols": 4, "name": "mesh"}, {"name": "mesh", "cols": 4, "rows": 2})
-    configs = [SequenceParallelConfig(sequence_parallel_size=8, route=route) for route in (a, b)]
-    assert repr(configs[0]) == repr(configs[1])
+def test_the_order_of_a_routes_keys_does_not_matter():
+    """Ranks compare configs by their repr."""
+    routes = ({"rows": 2, "cols": 4, "name": "mesh"}, {"name": "mesh", "cols": 4, "rows": 2})
+    first, second = (SequenceParallelConfig(sequence_parallel_size=8, route=r) for r in routes)
+    assert repr(first) == repr(second)
 
 
-def test_a_placement_goes_in_and_comes_out_as_a_json_has_it():
-    placed = {"name": "concentric", "team_size": 2, "order": [2, 0, 1], "reverse": True}
-    words = {**DESIGN, "route": placed, "backward_route": {"name": "ring", "reverse": True}}
-    config = SequenceParallelConfig.from_dict(json.loads(json.dumps(words)))
-    assert config.to_dict() == words
-    assert pickle.loads(pickle.dumps(config)) == config != SequenceParallelConfig.from_dict(DESIGN)
-    assert hash(config) == hash(SequenceParallelConfig.from_dict(words))
-    placed["order"][0] = 7
+def test_a_placement_from_json_is_read_and_returned():
+    placement = {"name": "concentric", "team_size": 2, "order": [2, 0, 1], "reverse": True}
+    options = {**CONFIG, "route": placement, "backward_route": {"name": "ring", "reverse": True}}
+    config = SequenceParallelConfig.from_dict(options)
+    assert config == SequenceParallelConfig.from_dict(json.loads(json.dumps(options)))
+    assert config.to_dict() == options
+    assert pickle.loads(pickle.dumps(config)) == config != SequenceParallelConfig.from_dict(CONFIG)
+    assert hash(config) == hash(SequenceParallelConfig.from_dict(options))
+    placement["order"][0] = 7  # the config has its own copy
     assert config.route["order"] == (2, 0, 1)  # pyright: ignore
 
 
-def test_rank_order_said_is_the_same_as_unsaid():
-    said = {**DESIGN["route"], "order": [0, 1, 2], "reverse": False}
-    assert SequenceParallelConfig.from_dict({**DESIGN, "route": said}).to_dict() == DESIGN
+def test_to_dict_leaves_out_the_default_placement():
+    route = {**CONFIG["route"], "order": [0, 1, 2], "reverse": False}
+    assert SequenceParallelConfig.from_dict({**CONFIG, "route": route}).to_dict() == CONFIG
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("options", "message"),
     (
         (
             {"sequence_paralel_size": 2},
@@ -261,12 +266,12 @@ def test_rank_order_said_is_the_same_as_unsaid():
         ),
     ),
 )
-def test_wrong_words_are_refused_by_name(words, says):
-    with pytest.raises(ValueError, match=says):
-        SequenceParallelConfig.from_dict({**DESIGN, **words})
+def test_wrong_options_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        SequenceParallelConfig.from_dict({**CONFIG, **options})
 
 
-def test_a_layout_of_another_type_is_refused_by_name():
-    for value in (["zigzag"], {"name": "zigzag"}, None):
-        with pytest.raises(ValueError, match="layout must be one of"):
-            SequenceParallelConfig.from_dict({"layout": value})
+@pytest.mark.parametrize("layout", (["zigzag"], {"name": "zigzag"}, None), ids=str)
+def test_a_layout_that_is_no_string_is_refused_by_name(layout):
+    with pytest.raises(ValueError, match="layout must be one of"):
+        SequenceParallelConfig.from_dict({"layout": layout})

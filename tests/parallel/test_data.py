@@ -1,4 +1,4 @@
-"""A full batch made ready for sharding."""
+"""prepare_batch, before sharding: labels shifted, positions and documents, padding, refusals."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 from wf_backends.parallel.data import prepare_batch
 
 
-def batch(size: int = 1, seqlen: int = 7, **more: Any) -> dict[str, Any]:
+def batch(size: int = 1, seqlen: int = 7, **tensors: Any) -> dict[str, Any]:
+    """Tokens 10, 11, ... and their copy as labels; `tensors` are added."""
     ids = torch.arange(10, 10 + size * seqlen).view(size, seqlen)
-    return {"input_ids": ids, "labels": ids.clone(), **more}
+    return {"input_ids": ids, "labels": ids.clone(), **tensors}
 
 
-def mask(*lengths: int, seqlen: int = 7) -> torch.Tensor:
+def valid_mask(*lengths: int, seqlen: int = 7) -> torch.Tensor:
+    """attention_mask (samples, seqlen) of samples of these lengths."""
     return (torch.arange(seqlen)[None] < torch.tensor(lengths)[:, None]).long()
 
 
-def test_labels_shift_and_padding_is_a_document_of_its_own() -> None:
+def test_labels_are_shifted_and_padding_is_a_document_of_its_own() -> None:
     out = prepare_batch(batch(), multiple=4, pad_token_id=3)
     assert out["input_ids"].tolist() == [[10, 11, 12, 13, 14, 15, 16, 3]]
     assert out["labels"].tolist() == [[11, 12, 13, 14, 15, 16, -100, -100]]
@@ -29,13 +31,13 @@ def test_labels_shift_and_padding_is_a_document_of_its_own() -> None:
     assert out["cu_seqlens"] == (0, 7, 8)
 
 
-def test_nothing_to_pad_gives_no_documents() -> None:
+def test_without_padding_there_are_no_documents() -> None:
     out = prepare_batch(batch(2, 8), multiple=4)
     assert "cu_seqlens" not in out and out["input_ids"].shape == (2, 8)
     assert out["position_ids"].tolist() == [list(range(8))] * 2
 
 
-def test_documents_end_labels_and_restart_positions() -> None:
+def test_documents_end_their_labels_and_restart_positions() -> None:
     out = prepare_batch(batch(2, cu_seqlens=[0, 3, 7]), multiple=8)
     assert out["labels"][0].tolist() == [11, 12, -100, 14, 15, 16, -100, -100]
     assert out["labels"][1].tolist() == [18, 19, -100, 21, 22, 23, -100, -100]
@@ -43,71 +45,75 @@ def test_documents_end_labels_and_restart_positions() -> None:
     assert out["cu_seqlens"] == (0, 3, 7, 8)
 
 
-def test_a_mask_of_one_length_becomes_a_document() -> None:
-    out = prepare_batch(batch(2, attention_mask=mask(5, 5)), multiple=4)
+def test_mask_of_equal_lengths_becomes_a_document() -> None:
+    out = prepare_batch(batch(2, attention_mask=valid_mask(5, 5)), multiple=4)
     assert out["labels"][0].tolist() == [11, 12, 13, 14, -100, -100, -100, -100]
     assert out["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0, 0]] * 2
     assert out["cu_seqlens"] == (0, 5, 8)
 
 
-def test_a_mask_may_cut_the_last_document_short() -> None:
-    more = {"attention_mask": mask(5), "cu_seqlens": (0, 3, 6, 7)}
-    assert prepare_batch(batch(**more), multiple=1)["cu_seqlens"] == (0, 3, 5, 7)
+def test_mask_shortens_the_last_document() -> None:
+    original = batch(attention_mask=valid_mask(5), cu_seqlens=(0, 3, 6, 7))
+    assert prepare_batch(original, multiple=1)["cu_seqlens"] == (0, 3, 5, 7)
 
 
-def test_a_mask_of_ones_is_one_document() -> None:
-    assert prepare_batch(batch(attention_mask=mask(7)), multiple=7)["cu_seqlens"] == (0, 7)
+def test_mask_of_ones_becomes_one_document() -> None:
+    assert prepare_batch(batch(attention_mask=valid_mask(7)), multiple=7)["cu_seqlens"] == (0, 7)
 
 
-def test_samples_of_different_lengths_keep_their_mask_and_share_no_documents() -> None:
-    out = prepare_batch(batch(2, attention_mask=mask(4, 7)), multiple=4)
+def test_mask_of_different_lengths_is_kept_and_gives_no_documents() -> None:
+    out = prepare_batch(batch(2, attention_mask=valid_mask(4, 7)), multiple=4)
     assert "cu_seqlens" not in out
     assert out["attention_mask"].sum(dim=1).tolist() == [4, 7]
     assert (out["labels"] != -100).sum(dim=1).tolist() == [3, 6]
 
 
-def test_labels_already_shifted_stay_where_they_are() -> None:
-    given = batch(attention_mask=mask(5), cu_seqlens=(0, 3, 7))
-    out = prepare_batch(given, multiple=4, labels_are_shifted=True)
+def test_labels_are_not_shifted_twice() -> None:
+    original = batch(attention_mask=valid_mask(5), cu_seqlens=(0, 3, 7))
+    out = prepare_batch(original, multiple=4, labels_are_shifted=True)
     assert out["labels"].tolist() == [[10, 11, 12, 13, 14, -100, -100, -100]]
 
 
-def test_positions_given_by_the_user_count_on() -> None:
+def test_positions_of_the_user_continue_through_padding() -> None:
     out = prepare_batch(batch(position_ids=torch.arange(5, 12)[None]), multiple=4)
     assert out["position_ids"].tolist() == [[5, 6, 7, 8, 9, 10, 11, 12]]
 
 
 @pytest.mark.parametrize(
-    "told",
-    [{"cu_seqlens": [0, 3, 7]}, {"cu_seqlens": [0, 7]}, {"attention_mask": mask(3)}],
+    "borders",
+    [{"cu_seqlens": [0, 3, 7]}, {"cu_seqlens": [0, 7]}, {"attention_mask": valid_mask(3)}],
     ids=str,
 )
-def test_positions_begin_anew_where_documents_or_padding_do(told: dict[str, Any]) -> None:
+def test_positions_of_the_user_may_restart_at_documents_and_padding(
+    borders: dict[str, Any],
+) -> None:
     positions = torch.tensor([[0, 1, 2, 0, 0, 0, 0]])
-    out = prepare_batch(batch(position_ids=positions, **told), multiple=7)
+    out = prepare_batch(batch(position_ids=positions, **borders), multiple=7)
     assert torch.equal(out["position_ids"], positions)
 
 
 def test_other_tensors_are_padded_with_zeros_and_keep_their_dtype() -> None:
-    given = batch(2, weights=torch.ones(2, 7, 3, dtype=torch.bfloat16), flag=mask(7, 7).bool())
-    out = prepare_batch(given, multiple=4, pad_token_id=3)
+    original = batch(
+        2, weights=torch.ones(2, 7, 3, dtype=torch.bfloat16), flag=valid_mask(7, 7).bool()
+    )
+    out = prepare_batch(original, multiple=4, pad_token_id=3)
     assert out["weights"].shape == (2, 8, 3) and out["weights"].dtype == torch.bfloat16
     assert out["weights"][:, 7].abs().sum() == 0
     assert out["flag"].dtype == torch.bool and not out["flag"][:, 7].any()
 
 
-def test_embeddings_may_stand_for_ids_and_none_for_nothing() -> None:
+def test_inputs_embeds_replace_input_ids_and_none_is_dropped() -> None:
     out = prepare_batch({"inputs_embeds": torch.ones(2, 7, 4), "labels": None}, multiple=4)
     assert out["inputs_embeds"].shape == (2, 8, 4) and "labels" not in out
 
 
-def test_the_batch_given_is_left_alone() -> None:
-    given = batch(cu_seqlens=[0, 3, 7], attention_mask=mask(5))
-    before = {k: v.clone() if isinstance(v, torch.Tensor) else list(v) for k, v in given.items()}
-    prepare_batch(given, multiple=7)
+def test_prepare_batch_does_not_change_its_argument() -> None:
+    original = batch(cu_seqlens=[0, 3, 7], attention_mask=valid_mask(5))
+    before = {k: v.clone() if isinstance(v, torch.Tensor) else list(v) for k, v in original.items()}
+    prepare_batch(original, multiple=7)
     assert all(
         torch.equal(v, before[k]) if isinstance(v, torch.Tensor) else v == before[k]
-        for k, v in given.items()
+        for k, v in original.items()
     )
 
 
@@ -116,15 +122,18 @@ def test_the_batch_given_is_left_alone() -> None:
     multiple=st.integers(1, 12),
     length=st.integers(1, 30),
 )
-def test_nothing_is_lost(cuts: set[int], multiple: int, length: int) -> None:
-    """Every pair (token, next token of its document) is there once, and no other."""
+def test_labels_are_the_next_tokens_of_each_document(
+    cuts: set[int], multiple: int, length: int
+) -> None:
+    """Exactly the pairs (token, next token of its document) that the mask leaves; padded length,
+    borders and positions."""
     borders = [0, *sorted(cuts), 30]
-    given = batch(seqlen=30, cu_seqlens=borders, attention_mask=mask(length, seqlen=30))
-    out = prepare_batch(given, multiple=multiple)
-    wanted = [(t, t + 1) for t in range(10, 9 + length) if t - 9 not in borders]
-    kept = out["labels"][0] != -100
-    pairs = zip(out["input_ids"][0][kept].tolist(), out["labels"][0][kept].tolist(), strict=True)
-    assert list(pairs) == wanted
+    original = batch(seqlen=30, cu_seqlens=borders, attention_mask=valid_mask(length, seqlen=30))
+    out = prepare_batch(original, multiple=multiple)
+    expected = [(t, t + 1) for t in range(10, 9 + length) if t - 9 not in borders]
+    counted = out["labels"][0] != -100
+    tokens, labels = (out[key][0][counted].tolist() for key in ("input_ids", "labels"))
+    assert [*zip(tokens, labels, strict=True)] == expected
     padded = out["input_ids"].shape[1]
     assert padded % multiple == 0 and 30 <= padded < 30 + multiple
     assert out["cu_seqlens"][-1] == padded and length in out["cu_seqlens"]
@@ -134,11 +143,11 @@ def test_nothing_is_lost(cuts: set[int], multiple: int, length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("tensors", "message"),
     [
-        ({"attention_mask": mask(5).flip(1)}, "attention_mask is padded on"),
+        ({"attention_mask": valid_mask(5).flip(1)}, "attention_mask is padded on"),
         ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1]])}, "attention_mask has holes"),
-        ({"attention_mask": mask(0)}, "attention_mask holds no valid token"),
+        ({"attention_mask": valid_mask(0)}, "attention_mask holds no valid token"),
         ({"attention_mask": torch.ones(1, 1, 7, 7)}, r"attention_mask must .*\(1, 1, 7, 7\)"),
         ({"labels": torch.tensor([1])}, r"labels must be a tensor \(1, 7\), got \(1,\)"),
         ({"position_ids": torch.ones(3, 7)}, r"position_ids must be .*\(3, 7\)"),
@@ -151,17 +160,17 @@ def test_nothing_is_lost(cuts: set[int], multiple: int, length: int) -> None:
         ({"input_ids": torch.ones(1, 0), "labels": None}, "input_ids holds no token"),
     ],
 )
-def test_bad_input_is_refused_by_name(more: dict[str, Any], message: str) -> None:
+def test_a_bad_tensor_is_refused_by_name(tensors: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        prepare_batch({**batch(), **more}, multiple=4)
+        prepare_batch({**batch(), **tensors}, multiple=4)
 
 
-def test_ragged_samples_with_documents_are_refused() -> None:
-    given = batch(2, attention_mask=mask(4, 7), cu_seqlens=(0, 3, 7))
+def test_samples_of_different_lengths_with_documents_are_refused() -> None:
+    original = batch(2, attention_mask=valid_mask(4, 7), cu_seqlens=(0, 3, 7))
     with pytest.raises(ValueError, match=r"lengths \[4, 7\], but cu_seqlens \(0, 3, 7\)"):
-        prepare_batch(given, multiple=4)
+        prepare_batch(original, multiple=4)
 
 
-def test_an_impossible_multiple_is_refused() -> None:
+def test_a_multiple_below_1_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple must be at least 1 token, got 0"):
         prepare_batch(batch(), multiple=0)
