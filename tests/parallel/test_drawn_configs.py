@@ -1,4 +1,4 @@
-"""`SequenceParallelConfig.from_dict` of whatever a user may write: accepted, or refused by name."""
+"""`SequenceParallelConfig.from_dict` accepts any values, or refuses them by the name of the key."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ BASES: tuple[dict[str, Any], ...] = (
 
 @settings(max_examples=1000, deadline=None)
 @given(drawn=mutated(BASES, VALUES))
-def test_words_are_taken_or_refused_by_name(drawn: tuple[tuple[str, ...], dict[str, Any]]) -> None:
-    path, words = drawn
-    assert_refusal_names_key(path, lambda: SequenceParallelConfig.from_dict(words))
+def test_drawn_options_are_accepted_or_refused_by_name(
+    drawn: tuple[tuple[str, ...], dict[str, Any]],
+) -> None:
+    path, options = drawn
+    assert_refusal_names_key(path, lambda: SequenceParallelConfig.from_dict(options))
 
 
-@pytest.mark.parametrize("words", [None, 3, "ring", [("route", "ring")], {3: 4}, b"", object()])
-def test_what_is_no_mapping_of_words_is_refused(words: Any) -> None:
+@pytest.mark.parametrize("options", [None, 3, "ring", [("route", "ring")], {3: 4}, b"", object()])
+def test_options_that_are_no_dict_of_strings_are_refused(options: Any) -> None:
     with pytest.raises(ValueError, match="configuration|unknown key 3"):
-        SequenceParallelConfig.from_dict(words)
+        SequenceParallelConfig.from_dict(options)

@@ -1,4 +1,7 @@
-"""Latents in place of keys and values (`kv_up`): beside dense attention of what they stand for."""
+"""Attention over latents (`kv_up`): exact beside dense attention of the keys and values they give.
+
+k = (latents kv_up^T, shared part), v = latents kv_up^T
+"""
 
 from __future__ import annotations
 
@@ -12,99 +15,136 @@ from tests.parallel.test_scores import HEADS, MASKS, SEQLEN, configs
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.schedule.mask import make_mask
 
-OWN, SHARED, LATENTS, VALUES = 6, 4, 10, 5  # n, r, c, e
+HEAD_WIDTH, SHARED_WIDTH, LATENT_WIDTH, VALUE_WIDTH = 6, 4, 10, 5
+BATCH = 2
 
 
 def tensors():
-    """q, the shared part of the keys, latents, kv_up, dout, sinks."""
+    """q, the part of the keys that all heads share, latents, kv_up, dout, sinks."""
     random = torch.Generator().manual_seed(0)
-    sizes = ((HEADS, OWN + SHARED), (1, SHARED), (1, LATENTS))
-    shapes = [(2, SEQLEN, *size) for size in sizes] + [(HEADS, OWN + VALUES, LATENTS)]
-    shapes += [(2, SEQLEN, HEADS, VALUES), (HEADS,)]
+    shapes = (
+        (BATCH, SEQLEN, HEADS, HEAD_WIDTH + SHARED_WIDTH),
+        (BATCH, SEQLEN, 1, SHARED_WIDTH),
+        (BATCH, SEQLEN, 1, LATENT_WIDTH),
+        (HEADS, HEAD_WIDTH + VALUE_WIDTH, LATENT_WIDTH),
+        (BATCH, SEQLEN, HEADS, VALUE_WIDTH),
+        (HEADS,),
+    )
     return [torch.randn(shape, generator=random, dtype=torch.float64) / 2 for shape in shapes]
 
 
-def attend(comm, words, mask, options):
-    """out, dq, and the gradients of shared part and latents, whole; this rank's of kv_up, sinks."""
-    sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
-    q, shared, c, up, dout, sinks = tensors()
-    local = [sp.shard(x).requires_grad_() for x in (q, shared, c)]
-    up, sinks = up.requires_grad_(), sinks.requires_grad_()
+def attend(comm, config, mask, options):
+    """A rank's results.
+
+    Returns:
+        out and the gradients of q, the shared part and the latents, gathered; this rank's parts of
+        the gradients of kv_up and of the sinks; its bytes sent by label.
+    """
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(config), comm)
+    q, shared, latents, kv_up, dout, sinks = tensors()
+    local = [sp.shard(x).requires_grad_() for x in (q, shared, latents)]
+    kv_up, sinks = kv_up.requires_grad_(), sinks.requires_grad_()
     sp.report()
-    out = sp.attention(*local, kv_up=up, sinks=sinks, **mask, **options)
-    *grads, dup, dsinks = torch.autograd.grad(out, [*local, up, sinks], sp.shard(dout))
+    out = sp.attention(*local, kv_up=kv_up, sinks=sinks, **mask, **options)
+    *grads, d_kv_up, dsinks = torch.autograd.grad(out, [*local, kv_up, sinks], sp.shard(dout))
     sent = sp.report()
-    return [sp.unshard(x).detach() for x in (out, *grads)], dup, dsinks, sent
+    return [sp.unshard(x).detach() for x in (out, *grads)], (d_kv_up, dsinks), sent
 
 
-def check(words, mask, options):
-    found = run_threads(words["sequence_parallel_size"], attend, words, mask, options)
+def dense(mask, options):
+    """(out and the gradients of q, the shared part and the latents), those of kv_up and sinks."""
     *inputs, dout, sinks = (x.requires_grad_() for x in tensors())
-    q, shared, c, up = inputs
-    both = torch.einsum("bjc,hxc->bjhx", c[:, :, 0], up)
-    k = torch.cat((both[..., :OWN], shared.expand(-1, -1, HEADS, -1)), -1)
-    scale = (OWN + SHARED) ** -0.5
-    dense = dense_attention(q, k, both[..., OWN:], make_mask(**mask), scale, sinks, **options)
-    *right, dup, dsinks = torch.autograd.grad(dense, [*inputs, sinks], dout)
-    for tensors_found, *_ in found:
-        for a, b in zip(tensors_found, (dense, *right), strict=True):
-            assert (a - b).abs().max() < 1e-10
-    for at, wanted in ((1, dup), (2, dsinks)):
-        assert (torch.stack([one[at] for one in found]).sum(0) - wanted).abs().max() < 1e-10
-    return [one[3] for one in found]
+    q, shared, latents, kv_up = inputs
+    keys_and_values = torch.einsum("bjc,hxc->bjhx", latents[:, :, 0], kv_up)
+    own, v = keys_and_values.split((HEAD_WIDTH, VALUE_WIDTH), dim=-1)
+    k = torch.cat((own, shared.expand(-1, -1, HEADS, -1)), -1)
+    scale = (HEAD_WIDTH + SHARED_WIDTH) ** -0.5
+    out = dense_attention(q, k, v, make_mask(**mask), scale, sinks, **options)
+    *grads, d_kv_up, dsinks = torch.autograd.grad(out, [*inputs, sinks], dout)
+    return (out, *grads), (d_kv_up, dsinks)
+
+
+def check(config, mask, options):
+    """All ranks have the dense results, their parts add up to the dense gradients; bytes sent."""
+    results = run_threads(config["sequence_parallel_size"], attend, config, mask, options)
+    gathered, sums = dense(mask, options)
+    for tensors_of_rank, _, _ in results:
+        for actual, expected in zip(tensors_of_rank, gathered, strict=True):
+            assert (actual - expected).abs().max() < 1e-10
+    parts_by_tensor = zip(*(parts for _, parts, _ in results), strict=True)
+    for parts, expected in zip(parts_by_tensor, sums, strict=True):
+        assert (sum(parts) - expected).abs().max() < 1e-10
+    return [sent for _, _, sent in results]
 
 
 @settings(max_examples=40)
-@given(configs().filter(lambda words: words.get("ulysses_chunks", 1) == 1), MASKS)
-def test_drawn_configurations(words, mask):
-    check(words, mask, {"softcap": 2.0})
+@given(configs().filter(lambda config: config.get("ulysses_chunks", 1) == 1), MASKS)
+def test_drawn_configurations_are_exact(config, mask):
+    check(config, mask, {"softcap": 2.0})
 
 
 @pytest.mark.parametrize("size", (2, 3, 4, 8))
-def test_lss(size):
+def test_lss_is_exact(size):
     check({"sequence_parallel_size": size, "strategy": "lss"}, {"causal": True}, {})
 
 
 @pytest.mark.parametrize("degree", (2, 4, 8))
-def test_heads_traded_for_tokens(degree):
-    words = {"sequence_parallel_size": 8, "route": "ring", "ulysses_degree": degree}
-    check(words, {"causal": True}, {})
+def test_trading_heads_for_tokens_is_exact(degree):
+    config = {"sequence_parallel_size": 8, "route": "ring", "ulysses_degree": degree}
+    check(config, {"causal": True}, {})
 
 
-def test_the_latents_alone_travel():
-    words = {"sequence_parallel_size": 4, "route": "ring", "layout": "contiguous"}
-    for rank, sent in enumerate(check(words, {}, {})):
-        rows = (rank + 1) * SEQLEN // 4 - rank * SEQLEN // 4
-        token = 2 * (SHARED + LATENTS) * 8  # batch, float64
-        assert sent["forward step 0"] == rows * token
+def test_the_planners_choice_is_exact():
+    check({"sequence_parallel_size": 4}, {"causal": True}, {})
+
+
+def test_a_ring_sends_latents_and_the_shared_part_of_the_keys_alone():
+    config = {"sequence_parallel_size": 4, "route": "ring", "layout": "contiguous"}
+    token = BATCH * (SHARED_WIDTH + LATENT_WIDTH) * 8  # bytes in float64
+    rows = [(rank + 1) * SEQLEN // 4 - rank * SEQLEN // 4 for rank in range(4)]
+    for rank, sent in enumerate(check(config, {}, {})):
+        assert sent["forward step 0"] == rows[rank] * token
         hops = [size for label, size in sent.items() if label.startswith("forward step")]
-        assert sum(hops) == token * sum(
-            (at + 1) * SEQLEN // 4 - at * SEQLEN // 4 for at in range(4) if at != (rank + 1) % 4
-        )
+        next_rank = (rank + 1) % 4  # its own rows are the only ones that it is not sent
+        assert sum(hops) == token * (SEQLEN - rows[next_rank])
 
 
-def test_the_planner_counts_what_travels():
-    """A job that leaves all to the planner runs, and is exact."""
-    words = {"sequence_parallel_size": 4}
-    check(words, {"causal": True}, {})
-
-
-def alone(*tensors, **options):
+def attend_alone(*tensors, **options):
     return SequenceParallel(SequenceParallelConfig()).attention(*tensors, **options)
 
 
-def test_latents_that_do_not_fit_are_refused():
-    q, shared, c, up, *_ = tensors()
-    for wrong in (up[0], 3, up[:2], up[:, :OWN], up[..., :3]):
-        with pytest.raises(ValueError, match="kv_up must be"):
-            alone(q, shared, c, kv_up=wrong)
+@pytest.mark.parametrize(
+    "change",
+    (
+        lambda kv_up: kv_up[0],
+        lambda kv_up: 3,
+        lambda kv_up: kv_up[:2],
+        lambda kv_up: kv_up[:, :HEAD_WIDTH],
+        lambda kv_up: kv_up[..., :3],
+    ),
+    ids=("2 dims", "number", "2 heads", "no values", "3 latents"),
+)
+def test_kv_up_of_another_shape_is_refused(change):
+    q, shared, latents, kv_up, *_ = tensors()
+    with pytest.raises(ValueError, match="kv_up must be"):
+        attend_alone(q, shared, latents, kv_up=change(kv_up))
+
+
+def test_kv_up_of_another_dtype_is_refused():
+    q, shared, latents, kv_up, *_ = tensors()
     with pytest.raises(ValueError, match="kv_up must have q's dtype"):
-        alone(q, shared, c, kv_up=up.float())
+        attend_alone(q, shared, latents, kv_up=kv_up.float())
+
+
+def test_latents_of_several_heads_are_refused():
+    q, shared, latents, kv_up, *_ = tensors()
+    two_heads = [x.expand(-1, -1, 2, -1) for x in (shared, latents)]
     with pytest.raises(ValueError, match=r"beside kv_up k and v must be \(batch, length, 1"):
-        alone(q, shared.expand(-1, -1, 2, -1), c.expand(-1, -1, 2, -1), kv_up=up)
+        attend_alone(q, *two_heads, kv_up=kv_up)
 
 
 def test_chunks_of_heads_are_refused_by_name():
-    words = {"sequence_parallel_size": 2, "route": "ring", "ulysses_degree": 2, "ulysses_chunks": 2}
+    """Latents have one head."""
+    config = {"sequence_parallel_size": 2, "route": "ring", "ulysses_degree": 2}
     with pytest.raises(ValueError, match="ulysses_chunks must divide"):
-        run_threads(2, attend, words, {}, {})
+        run_threads(2, attend, config | {"ulysses_chunks": 2}, {}, {})
