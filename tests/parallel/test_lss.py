@@ -1,4 +1,4 @@
-"""LSS Transformer: exact in float64, two collectives a layer, bytes as derived, gradient means."""
+"""strategy "lss": exact in float64, two collectives a layer, bytes as derived, gradient means."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ MASKS = [
 ]
 
 
-def lss(size, group, layout="zigzag"):
-    words = {"sequence_parallel_size": size, "strategy": "lss", "layout": layout}
-    return SequenceParallel(SequenceParallelConfig.from_dict(words), group)
+def lss(size, comm, layout="zigzag"):
+    config = SequenceParallelConfig(sequence_parallel_size=size, strategy="lss", layout=layout)
+    return SequenceParallel(config, comm)
 
 
 def draw(dtype=torch.float64, heads=4, kv_heads=2, head_dim=8):
@@ -45,165 +45,180 @@ def attend(comm, layout, mask, dtype=torch.float64):
     """The worst error of out, dq, dk, dv; posts and bytes by label."""
     counting = Counting(comm)
     sp = lss(comm.size, counting, layout)
-    *qkv, dout = draw(dtype)
-    qkv = [x.requires_grad_() for x in qkv]
-    local = [sp.shard(x) for x in qkv]
+    q, k, v, dout = draw(dtype)
+    local = [sp.shard(x.requires_grad_()) for x in (q, k, v)]
     out = sp.attention(*local, **mask)
-    grads = torch.autograd.grad(out, local, sp.shard(dout))
+    actual = [out, *torch.autograd.grad(out, local, sp.shard(dout))]
     sent, posts = sp.report(), counting.posts
-    wide = [x.detach().double().requires_grad_() for x in qkv]
-    dense = dense_attention(*wide, make_mask(**mask), 8**-0.5)
-    right = [dense, *torch.autograd.grad(dense, wide, dout.double())]
-    pairs = zip((out, *grads), right, strict=True)
-    return largest((a - sp.shard(b)).abs().max().item() for a, b in pairs), posts, sent
+    float64 = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    dense = dense_attention(*float64, make_mask(**mask), 8**-0.5)
+    expected = [dense, *torch.autograd.grad(dense, float64, dout.double())]
+    errors = ((a - sp.shard(b)).abs().max().item() for a, b in zip(actual, expected, strict=True))
+    return largest(errors), posts, sent
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)
 @pytest.mark.parametrize("layout", ("zigzag", "contiguous"))
 def test_exact_with_two_collectives_a_layer(num_ranks, layout):
+    """Under a mask a rank may have nothing to gather or to send home."""
+    collectives = {"forward gather": 1, "backward home": 1} if num_ranks > 1 else {}
     for mask in MASKS:
         for error, posts, _ in run_threads(num_ranks, attend, layout, mask):
-            assert error < 1e-10
-            if num_ranks == 1:
-                continue
-            collectives = {"forward gather": 1, "backward home": 1}
-            assert posts == collectives or (mask and posts.items() <= collectives.items())
+            assert error < 1e-10, mask
+            assert posts == collectives or (mask and posts.items() <= collectives.items()), mask
 
 
 @pytest.mark.parametrize("num_ranks", (2, 3, 4, 6, 8))
-def test_a_full_mask_sends_two_times_p_minus_one_shards_each_way(num_ranks):
+def test_full_mask_sends_all_keys_to_all_ranks_and_all_gradients_home(num_ranks):
+    row = 2 * 2 * 2 * 8 * 8  # bytes: k and v, batch, key heads, head_dim, float64
     for rank, (_, _, sent) in enumerate(run_threads(num_ranks, attend, "contiguous", {})):
         rows = (rank + 1) * SEQLEN // num_ranks - rank * SEQLEN // num_ranks
-        row = 2 * 2 * 2 * 8 * 8  # K and V, batch, key heads, head_dim, float64
         forward, backward = (num_ranks - 1) * rows * row, (SEQLEN - rows) * row
         assert sent == {"forward gather": forward, "backward home": backward}
 
 
+def bytes_gathered(mask):
+    """By 4 ranks in the forward."""
+    results = run_threads(4, attend, "contiguous", mask)
+    return sum(sent.get("forward gather", 0) for _, _, sent in results)
+
+
 def test_keys_that_no_query_of_a_rank_sees_are_not_sent_to_it():
-    full, causal = (
-        sum(
-            sent.get("forward gather", 0) for *_, sent in run_threads(4, attend, "contiguous", mask)
-        )
-        for mask in ({}, {"causal": True})
-    )
-    assert causal < 0.55 * full
+    """A causal mask on contiguous shards of 37 tokens: a little more than half of the keys."""
+    assert bytes_gathered({"causal": True}) < 0.55 * bytes_gathered({})
 
 
-def test_bfloat16_is_as_good_as_its_dtype():
+def test_bfloat16_errors_stay_below_a_tenth():
+    """Elements reach 5 and are rounded to 2**-8. tests/runtime/test_exact.py compares better."""
     for error, _, _ in run_threads(4, attend, "zigzag", {"causal": True}, torch.bfloat16):
         assert error < 0.1
 
 
-class Net(nn.Module):
-    """A layer of attention over bytes, learned positions; dropout is none."""
+class LanguageModel(nn.Module):
+    """One layer of attention over 16 tokens, with learned positions and a parameter unused."""
 
     def __init__(self):
         super().__init__()
-        self.embed, self.place = nn.Embedding(16, 12), nn.Embedding(64, 12)
+        self.embed, self.embed_position = nn.Embedding(16, 12), nn.Embedding(64, 12)
         self.qkv, self.head = nn.Linear(12, 36), nn.Linear(12, 16)
         self.unused = nn.Parameter(torch.zeros(3))
 
     def forward(self, sp, batch):
-        x = self.embed(batch["input_ids"]) + self.place(batch["position_ids"])
+        x = self.embed(batch["input_ids"]) + self.embed_position(batch["position_ids"])
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 6)).unbind(2)
         return self.head(x + sp.attention(q, k, v, causal=True).flatten(2))
 
 
-def one_batch(sequence):
-    """Few valid labels, all at the end: some ranks have none."""
+def batch_of(sequence):
+    """29 tokens whose last 18 or 9 count in the loss: some ranks have no valid label."""
     random = torch.Generator().manual_seed(sequence)
     ids = torch.randint(0, 16, (1, 29), generator=random)
     labels = ids.masked_fill(torch.arange(29) < 11 + 9 * sequence, -100)
     return {"input_ids": ids, "labels": labels}
 
 
-def train(comm, size, steps=3, how="fused"):
-    """Losses and parameters after plain SGD on comm.size / size sequences at a time."""
+def train(comm, size, average="fused"):
+    """Losses and parameters of three steps of SGD, a sequence for each `size` ranks.
+
+    Args:
+        average: "fused" = gradients are averaged over all ranks at once, "two" = over the ranks of
+            a sequence, then over those with the same shard.
+    """
     sp = lss(size, comm)
-    net = filled(Net().double())
+    model = with_random_weights(LanguageModel().double())
     replica = comm.rank // size
-    data = comm.view(range(comm.rank % size, comm.size, size)) if how == "two" else None
-    average = DoubleAverage(sp, comm, data)
+    replicas = comm.view(range(comm.rank % size, comm.size, size)) if average == "two" else None
+    average_gradients = DoubleAverage(sp, comm, replicas)
     losses = []
-    for _ in range(steps):
-        batch = sp.shard_batch(one_batch(replica))
-        loss = sp.loss(net(sp, batch), batch["labels"])
-        net.zero_grad()
+    for _ in range(3):
+        batch = sp.shard_batch(batch_of(replica))
+        loss = sp.loss(model(sp, batch), batch["labels"])
+        model.zero_grad()
         loss.backward()
-        average(net.parameters())
+        average_gradients(model.parameters())
         losses.append(sp.sum_over_ranks(loss).item())
         with torch.no_grad():
-            for p in net.parameters():
+            for p in model.parameters():
                 p -= 0.5 * p.grad
-    return losses, nn.utils.parameters_to_vector(net.parameters()).detach()
+    return losses, nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def filled(net):
+def with_random_weights(model):
+    """Every thread draws the same: torch's own generator is shared between them."""
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for p in net.parameters():
+        for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=random, dtype=p.dtype) * 0.3)
-    return net
+    return model
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_training_equals_one_rank(size):
-    ((losses, right),) = run_threads(1, train, 1)
-    for found, parameters in run_threads(size, train, size):
-        assert found == pytest.approx(losses, abs=1e-12)
-        assert (parameters - right).abs().max() < 1e-10
+    ((expected_losses, expected_parameters),) = run_threads(1, train, 1)
+    for losses, parameters in run_threads(size, train, size):
+        assert losses == pytest.approx(expected_losses, abs=1e-12)
+        assert (parameters - expected_parameters).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize(("size", "how"), [(2, "fused"), (2, "two"), (4, "two"), (3, "fused")])
-def test_data_parallel_times_sequence_parallel_equals_data_parallel(size, how):
-    alone = run_threads(2, train, 1)
-    results = run_threads(2 * size, train, size, 3, how)
+@pytest.mark.parametrize(("size", "average"), [(2, "fused"), (2, "two"), (4, "two"), (3, "fused")])
+def test_data_parallel_times_sequence_parallel_equals_data_parallel(size, average):
+    data_parallel = run_threads(2, train, 1)
+    _, expected_parameters = data_parallel[0]
+    results = run_threads(2 * size, train, size, average)
     for rank, (losses, parameters) in enumerate(results):
-        assert losses == pytest.approx(alone[rank // size][0], abs=1e-12)
-        assert (parameters - alone[0][1]).abs().max() < 1e-10
+        expected_losses, _ = data_parallel[rank // size]
+        assert losses == pytest.approx(expected_losses, abs=1e-12)
+        assert (parameters - expected_parameters).abs().max() < 1e-10
+
+
+def mean_of_filled_gradients(comm, bucket_bytes):
+    """Gradients after GradientMean, and bytes sent.
+
+    Gradient i is rank + i, in three parameters of 23 float32 elements together, one of 4 bfloat16
+    elements, and a frozen one. Rank 0 has no gradient of parameter 2, which counts as 0.
+    """
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((5, 3), (1,), (7,))]
+    parameters.append(nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)))
+    for i, p in enumerate(parameters):
+        p.grad = None if (i, comm.rank) == (2, 0) else torch.full_like(p, comm.rank + i)
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    GradientMean(comm, bucket_bytes=bucket_bytes)([*parameters, frozen])
+    return [p.grad for p in parameters], frozen.grad, sum(comm.sent.values())
 
 
 @pytest.mark.parametrize("bucket_bytes", (1, 100, 1 << 20))
 @pytest.mark.parametrize("num_ranks", (1, 3, 4))
 def test_gradient_mean_and_its_bytes(num_ranks, bucket_bytes):
-    def one_rank(comm):
-        shapes = ((5, 3), (1,), (7,))
-        parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-        parameters.append(nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)))
-        for i, p in enumerate(parameters):
-            p.grad = None if (i, comm.rank) == (2, 0) else torch.full_like(p, comm.rank + i)
-        frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-        GradientMean(comm, bucket_bytes=bucket_bytes)([*parameters, frozen])
-        return [p.grad for p in parameters], frozen.grad, sum(comm.sent.values())
-
-    results = run_threads(num_ranks, one_rank)
-    mean = (num_ranks - 1) / 2
-    for grads, frozen, _ in results:
-        wanted = [mean, mean + 1, mean + 2 - 2 / num_ranks, mean + 3]
-        assert all(
-            torch.allclose(g, torch.full_like(g, w)) for g, w in zip(grads, wanted, strict=True)
-        )
-        assert frozen is None
+    results = run_threads(num_ranks, mean_of_filled_gradients, bucket_bytes)
+    mean_rank = (num_ranks - 1) / 2
+    expected = [mean_rank, mean_rank + 1, mean_rank + 2 - 2 / num_ranks, mean_rank + 3]
+    for grads, frozen_grad, _ in results:
+        for grad, value in zip(grads, expected, strict=True):
+            assert torch.allclose(grad, torch.full_like(grad, value))
+        assert frozen_grad is None
     assert sum(sent for *_, sent in results) == 2 * (num_ranks - 1) * (23 * 4 + 4 * 2)
 
 
-def test_ranks_with_different_parameters_are_told():
-    def one_rank(comm):
+def test_parameters_that_differ_between_ranks_are_refused():
+    def rank(comm):
         GradientMean(comm)([nn.Parameter(torch.zeros(2 + comm.rank))])
 
     with pytest.raises(ValueError, match="their shapes and dtypes"):
-        run_threads(2, one_rank)
+        run_threads(2, rank)
 
 
-def test_bad_input():
+def test_bucket_bytes_below_1_are_refused():
     with pytest.raises(ValueError, match="bucket_bytes must be at least 1, got 0"):
         GradientMean(bucket_bytes=0)
+
+
+def test_a_group_that_is_no_multiple_of_a_sequences_ranks_is_refused():
     with pytest.raises(ValueError, match="a multiple of the 2 ranks of a sequence, got 1"):
         run_threads(2, lambda comm: DoubleAverage(lss(2, comm), comm.view([comm.rank])))
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("options", "message"),
     [
         ({"strategy": "lsss"}, "strategy must be one of .*did you mean 'lss'"),
         ({"route": "ring"}, "route 'ring' contradicts strategy \"lss\""),
@@ -214,12 +229,13 @@ def test_bad_input():
         ({"ulysses_degree": 2}, "ulysses_degree 2 contradicts"),
     ],
 )
-def test_what_contradicts_the_strategy_is_refused_by_name(words, says):
-    with pytest.raises(ValueError, match=says):
-        SequenceParallelConfig.from_dict({"sequence_parallel_size": 4, "strategy": "lss", **words})
+def test_options_that_contradict_the_strategy_are_refused_by_name(options, message):
+    lss = {"sequence_parallel_size": 4, "strategy": "lss"}
+    with pytest.raises(ValueError, match=message):
+        SequenceParallelConfig.from_dict(lss | options)
 
 
-def test_the_strategy_names_the_all_gather_route():
+def test_the_strategy_takes_the_all_gather_route():
     config = SequenceParallelConfig(sequence_parallel_size=4, strategy="lss")
     assert config.route == {"name": "all_gather"}
     assert SequenceParallelConfig.from_dict(config.to_dict()) == config
