@@ -1,4 +1,4 @@
-"""Tiny models with random weights, and devices fast enough for them."""
+"""Tiny models with random weights, their inputs, and a simulated device fast enough for them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from copy import deepcopy
 
 import torch
 import transformers as tf
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from wf_backends.hetegen import ShapedDevice
+from wf_backends.weights import Plan
 
 VOCABULARY = 96
 CONFIGS: dict[str, PretrainedConfig] = {
@@ -44,7 +45,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
 }  # fmt: skip
 
-if tf.__version__ >= "5":  # its experts are transposed, as no others'
+if tf.__version__ >= "5":  # the only model whose experts are stored transposed
     CONFIGS["gpt-oss"] = tf.GptOssConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=4,
@@ -53,9 +54,9 @@ if tf.__version__ >= "5":  # its experts are transposed, as no others'
 
 
 def make_model(name: str, attention: str | None = None) -> nn.Module:
-    """A model with weights large enough that tokens differ, in evaluation mode."""
+    """A model of CONFIGS in evaluation mode, with weights so large that tokens differ."""
     torch.manual_seed(0)
-    config = deepcopy(CONFIGS[name])  # saving a model writes its type there
+    config = deepcopy(CONFIGS[name])  # save_pretrained writes the dtype into the model's config
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -63,24 +64,53 @@ def make_model(name: str, attention: str | None = None) -> nn.Module:
     return model.eval()
 
 
+def make_ids(batch: int, seqlen: int = 9) -> Tensor:
+    """Random token ids (batch, seqlen), the same for the same sizes."""
+    return torch.randint(3, VOCABULARY, (batch, seqlen), generator=torch.manual_seed(1))
+
+
+def generate(model: nn.Module, ids: Tensor, num_tokens: int, sample: bool = False) -> Tensor:
+    """Generate tokens after `ids`, greedy or sampled with a fixed seed."""
+    torch.manual_seed(3)
+    return model.generate(  # type: ignore[operator]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        do_sample=sample,
+        pad_token_id=0,
+    )
+
+
 def fast_device() -> ShapedDevice:
+    """A simulated device whose lanes compute a pass of a tiny model in less than 1 ms."""
     return ShapedDevice(1e8, 2e8, 1e10, call_seconds=0)
 
 
-def split_memory(model: nn.Module, share: float) -> dict[int | str, int | str]:
-    """So much of the model's bytes."""
-    return {0: int(share * sum(p.nbytes for p in model.parameters()))}
+def max_memory(model: nn.Module, share: float) -> dict[int | str, int | str]:
+    """The argument of `dispatch_model`: the accelerator gets this share of the model's bytes."""
+    return {0: int(share * sum(parameter.nbytes for parameter in model.parameters()))}
 
 
-class Plain(nn.Module):
-    """Some linears in a row."""
+def streamed_bytes(plan: Plan) -> dict[str, int]:
+    """Bytes that a decoding pass copies to the accelerator, by the name of the linear."""
+    return {
+        split.linear.name: split.streamed_decode * split.linear.row_bytes for split in plan.splits
+    }
 
-    def __init__(self, layers: int = 4, width: int = 64) -> None:
+
+class MLP(nn.Module):
+    """Linears of equal width with tanh between them; 66,560 bytes by default."""
+
+    def __init__(self, num_layers: int = 4, width: int = 64) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x).tanh()
         return x
+
+
+MLP_SPLIT: dict[int | str, int | str] = {0: 30_000}  # max_memory with which an MLP is split
+MLP_RESIDENT: dict[int | str, int | str] = {0: "1MB"}  # max_memory into which an MLP fits

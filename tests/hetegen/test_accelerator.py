@@ -1,4 +1,4 @@
-"""The accelerator's lanes on a stand-in for streams, which counts who waits for what."""
+"""The lanes of `Accelerator`, with streams and events emulated by threads of the CPU."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.hetegen.models import Plain, make_model, split_memory
+from tests.hetegen.models import MLP, generate, make_ids, make_model, max_memory
 from wf_backends.hetegen import Handle, Rates, dispatch_model
 from wf_backends.hetegen.accelerator import Accelerator, HostOutput, Streams
 from wf_backends.hetegen.device import Write
 from wf_backends.hetegen.measure import measure_rates
 
 RATES = Rates(1e8, 2e8, 1e10)
-SOON = 5.0  # seconds in which what a stream waits for has to come
+MEMORY: dict[int | str, int | str] = {0: 20_000}  # of the 66,560 bytes of an MLP
+TIMEOUT = 5.0  # seconds; what a stream waits for comes much earlier
 
 
 class Event:
-    def __init__(self, counts: Counter) -> None:
-        self.recorded, self.passed, self.counts = False, threading.Event(), counts
+    """Passes when its stream reaches it. `waits` counts who waits for it on the CPU."""
+
+    def __init__(self, waits: Counter[str]) -> None:
+        self.recorded, self.passed, self.waits = False, threading.Event(), waits
         self.time = 0.0
 
     def record(self, stream: Stream) -> None:
@@ -38,9 +41,9 @@ class Event:
         self.passed.set()
 
     def synchronize(self) -> None:
-        assert self.recorded  # torch returns at once from an event that nobody recorded
-        self.counts[threading.current_thread().name.split("_")[0]] += 1
-        assert self.passed.wait(SOON)
+        assert self.recorded  # torch would not wait for an event that was not recorded
+        self.waits[threading.current_thread().name.split("_")[0]] += 1
+        assert self.passed.wait(TIMEOUT)
 
     def wait(self, stream: Stream) -> None:
         stream.wait_event(self)
@@ -53,7 +56,7 @@ class Event:
 
 
 class Stream:
-    """Does what is put on it in a thread of its own, in order."""
+    """Does its work in order, in a thread of its own."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -64,12 +67,12 @@ class Stream:
             while True:
                 self._queue.get()()
 
-    def put(self, run: Callable[[], object]) -> None:
-        self._queue.put(run)
+    def put(self, work: Callable[[], object]) -> None:
+        self._queue.put(work)
 
     def wait_event(self, event: Event) -> None:
-        assert event.recorded  # torch does not wait for one that is not
-        self.put(lambda: event.passed.wait(SOON) or event.counts.update(late=1))
+        assert event.recorded  # torch would not wait for an event that was not recorded
+        self.put(lambda: event.passed.wait(TIMEOUT) or event.waits.update(timeout=1))
 
     def __enter__(self) -> None:
         pass
@@ -78,23 +81,28 @@ class Stream:
         pass
 
 
-class Current(Stream):
-    """The caller's stream: a CPU computes at once, and so it waits where a device would."""
+class CallerStream(Stream):
+    """The caller's stream. The CPU computes at once, and so the caller waits as a GPU would."""
 
     def __init__(self) -> None:
         pass
 
-    def put(self, run: Callable[[], object]) -> None:
-        run()
+    def put(self, work: Callable[[], object]) -> None:
+        work()
 
 
-class StandIn(Streams):
-    """Streams of a CPU."""
+class EmulatedStreams(Streams):
+    """Streams of the CPU.
 
-    def __init__(self, pins: bool = True) -> None:
+    Attributes:
+        waits: "host", "link" or "MainThread" -> how often that thread waited for an event;
+            "all" -> how often all streams were waited for; "timeout" -> waits of streams in vain.
+    """
+
+    def __init__(self, can_pin: bool = True) -> None:
         self.device = torch.device("cpu")
-        self.counts: Counter = Counter()
-        self.pins = pins
+        self.waits: Counter[str] = Counter()
+        self.can_pin = can_pin
         self.streams: list[Stream] = []
 
     def stream(self) -> Stream:  # type: ignore[override]
@@ -102,20 +110,20 @@ class StandIn(Streams):
         return self.streams[-1]
 
     def event(self, timed: bool = False) -> Event:  # type: ignore[override]
-        return Event(self.counts)
+        return Event(self.waits)
 
     def current(self) -> Stream:  # type: ignore[override]
-        return Current()
+        return CallerStream()
 
     def synchronize(self) -> None:
-        self.counts["all"] += 1
+        self.waits["all"] += 1
         for stream in self.streams:
             done = threading.Event()
             stream.put(done.set)
-            assert done.wait(SOON)
+            assert done.wait(TIMEOUT)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if not self.pins:
+        if not self.can_pin:
             raise RuntimeError("cannot pin")
         return torch.empty(shape, dtype=dtype)
 
@@ -124,97 +132,101 @@ class StandIn(Streams):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-tied", "mixtral"])
-def test_the_same_tokens_and_the_caller_never_waits_for_the_device(name: str) -> None:
-    model, ids = make_model(name), torch.randint(3, 90, (2, 7))
-    words = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "pad_token_id": 0}
-    expected = model.generate(ids, **words)  # type: ignore[operator]
-    streams = StandIn()
-    handle = dispatch_model(model, split_memory(model, 0.5), Accelerator(RATES, streams))
-    assert torch.equal(model.generate(ids, **words), expected)  # type: ignore[operator]
-    assert set(streams.counts) == {"host", "link"}  # and not the main thread
+def test_generated_tokens_are_equal_and_the_caller_never_waits_for_the_device(name: str) -> None:
+    model, ids = make_model(name), make_ids(2, 7)
+    expected = generate(model, ids, 5)
+    streams = EmulatedStreams()
+    handle = dispatch_model(model, max_memory(model, 0.5), Accelerator(RATES, streams))
+    assert torch.equal(generate(model, ids, 5), expected)
+    assert set(streams.waits) == {"host", "link"}  # the threads of the lanes, not the caller's
     assert handle.report()["decode"]["measured_seconds"] > 0
     handle.remove()
-    assert streams.counts["all"] == 1  # at the end, before memory is given back
-    assert torch.equal(model.generate(ids, **words), expected)  # type: ignore[operator]
+    assert streams.waits["all"] == 1  # before memory is freed
+    assert torch.equal(generate(model, ids, 5), expected)
 
 
-def test_no_thread_has_work_left_that_the_callers_stream_needs() -> None:
-    """Code that keeps Python's lock while it waits for the device would keep it from the thread."""
-    model, device, filled = Plain(), Accelerator(RATES, StandIn()), list[HostOutput]()
-    handle = dispatch_model(model, {0: 20_000}, device, alpha=0.5)
+def test_the_hosts_rows_are_computed_before_the_call_of_a_linear_returns() -> None:
+    """Otherwise a caller that waits for the GPU and holds Python's GIL would block the thread."""
+    model, device = MLP(), Accelerator(RATES, EmulatedStreams())
+    handle = dispatch_model(model, MEMORY, device, alpha=0.5)
     compute_on_host = device.compute_on_host
+    host_outputs: list[HostOutput] = []
+    computed: list[bool] = []
 
-    def slow(write: Write, *rest: Any) -> HostOutput:
-        filled.append(compute_on_host(lambda x, out: (time.sleep(0.01), write(x, out)), *rest))
-        return filled[-1]
+    def compute_slowly(write: Write, *args: Any) -> HostOutput:
+        host_outputs.append(
+            compute_on_host(lambda x, out: (time.sleep(0.01), write(x, out)), *args)
+        )
+        return host_outputs[-1]
 
-    device.compute_on_host = slow  # type: ignore[method-assign]
+    device.compute_on_host = compute_slowly  # type: ignore[method-assign]
     for layer in model.layers:
-        layer.register_forward_hook(lambda *_: left.append(not filled[-1].computing.done()))
-    left = list[bool]()
+        layer.register_forward_hook(lambda *_: computed.append(host_outputs[-1].computing.done()))
     with torch.no_grad():
         model(torch.randn(1, 64))
     handle.remove()
-    assert left == [False] * len(model.layers)
+    assert computed == [True] * len(model.layers)
 
 
-def test_without_pinned_memory() -> None:
-    model, x = Plain(), torch.randn(1, 64)
+def test_outputs_are_exact_without_pinned_memory_and_a_warning_is_given() -> None:
+    model, x = MLP(), torch.randn(1, 64)
     with pytest.warns(UserWarning, match="pinned memory ran out"):
-        handle = dispatch_model(model, {0: 20_000}, Accelerator(RATES, StandIn(pins=False)))
+        handle = dispatch_model(model, MEMORY, Accelerator(RATES, EmulatedStreams(can_pin=False)))
     with torch.no_grad():
-        torch.testing.assert_close(model(x), Plain()(x), rtol=0, atol=1e-5)
+        torch.testing.assert_close(model(x), MLP()(x), rtol=0, atol=1e-5)
     handle.remove()
 
 
 @contextmanager
-def failing(model: nn.Module) -> Iterator[tuple[Handle, Accelerator]]:
-    """The model with a host's lane that fails until `device.compute_on_host` is deleted."""
-    device = Accelerator(RATES, StandIn())
-    handle = dispatch_model(model, {0: 20_000}, device, alpha=0.5)
+def failing_host_lane(model: nn.Module) -> Iterator[tuple[Handle, Accelerator]]:
+    """Split the model; work of the host's lane fails until `device.compute_on_host` is deleted."""
+    device = Accelerator(RATES, EmulatedStreams())
+    handle = dispatch_model(model, MEMORY, device, alpha=0.5)
     compute_on_host = device.compute_on_host
 
-    def fail(x: Tensor, there: Tensor) -> None:
-        raise OSError("no way back")
+    def fail(x: Tensor, out: Tensor) -> None:
+        raise OSError("host lane failed")
 
-    device.compute_on_host = lambda _, *rest: compute_on_host(fail, *rest)  # type: ignore[method-assign]
+    device.compute_on_host = lambda _, *args: compute_on_host(fail, *args)  # type: ignore[method-assign]
     with torch.no_grad():
         yield handle, device
 
 
-def test_an_error_of_the_hosts_thread_reaches_the_caller() -> None:
-    model, x, start = Plain(), torch.randn(1, 64), time.perf_counter()
-    with failing(model) as (handle, device):
-        with pytest.raises(OSError, match="no way back"):
+def test_an_error_in_the_hosts_thread_is_raised_by_the_call_and_the_next_call_is_exact() -> None:
+    model, x, start = MLP(), torch.randn(1, 64), time.perf_counter()
+    with failing_host_lane(model) as (handle, device):
+        with pytest.raises(OSError, match="host lane failed"):
             model(x)
-        assert time.perf_counter() - start < SOON
+        assert time.perf_counter() - start < TIMEOUT
         del device.compute_on_host
-        torch.testing.assert_close(model(x), Plain()(x), rtol=0, atol=1e-5)
+        torch.testing.assert_close(model(x), MLP()(x), rtol=0, atol=1e-5)
         handle.remove()
 
 
-def test_after_an_error_no_stream_has_work_left_that_uses_memory() -> None:
-    """A copy into a slab that comes later than the error would be one of memory that is free."""
-    model = Plain()
-    with failing(model) as (handle, device):
-        late, stream = threading.Event(), device.streams.stream()
+def test_an_error_is_raised_only_after_all_streams_have_done_their_work() -> None:
+    """A later copy into a slab would write memory that was freed since."""
+    model = MLP()
+    with failing_host_lane(model) as (handle, device):
+        done, stream = threading.Event(), device.streams.stream()
         stream.put(lambda: time.sleep(1))  # type: ignore[attr-defined]
-        stream.put(late.set)  # type: ignore[attr-defined]
-        with pytest.raises(OSError, match="no way back"):
+        stream.put(done.set)  # type: ignore[attr-defined]
+        with pytest.raises(OSError, match="host lane failed"):
             model(torch.randn(1, 64))
-        assert late.is_set()
+        assert done.is_set()
         del device.compute_on_host
         handle.remove()
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
-def test_without_an_accelerator_the_message_names_what_to_do() -> None:
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_without_an_accelerator_the_error_names_shaped_device() -> None:
     with pytest.raises(ValueError, match=r"no accelerator here.*device=ShapedDevice\("):
-        dispatch_model(Plain(), {0: 30_000})
+        dispatch_model(MLP(), {0: 30_000})
 
 
-@pytest.mark.parametrize("streams", [None, StandIn()])
-def test_rates_are_measured(streams: StandIn | None) -> None:
+@pytest.mark.parametrize(
+    "streams", [None, EmulatedStreams()], ids=["no accelerator", "emulated streams"]
+)
+def test_measured_rates_are_finite(streams: EmulatedStreams | None) -> None:
     rates = measure_rates(streams, torch.float32, width=2048, seconds=0.02)
     assert rates.memory < float("inf") and rates.staging < float("inf")
     assert rates.host_flops < float("inf") and rates.accelerator_flops < float("inf")

@@ -1,7 +1,7 @@
 """Experts that a layer keeps in one tensor, as transformers 5 does, are split one by one.
 
-The layer here stands for those of transformers 5; where that is installed, tests/hetegen/models.py
-has Mixtral and gpt-oss themselves.
+The layer here has the form of those in transformers 5. Where that is installed,
+tests/hetegen/models.py has Mixtral and gpt-oss themselves.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.hetegen.models import fast_device, split_memory
+from tests.hetegen.models import fast_device, max_memory, streamed_bytes
 from wf_backends.hetegen import dispatch_model
 
-EXPERTS, WIDTH, HIDDEN = 4, 16, 48
+NUM_EXPERTS, WIDTH, HIDDEN = 4, 16, 48
 
 
-def together(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """As transformers' `use_experts_implementation`: a product with all experts by default."""
+def batched_experts(loop_forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """As transformers' `use_experts_implementation`: by default one product with all experts."""
 
-    @wraps(own)
-    def forward(self: Experts, x: Tensor, chosen: Tensor) -> Tensor:
+    @wraps(loop_forward)
+    def forward(self: Experts, x: Tensor, routing: Tensor) -> Tensor:
         up, down = self.up.detach(), self.down.detach()
         if not self.is_transposed:
             up, down = up.mT, down.mT
-        hidden = torch.bmm(x.unsqueeze(1), up[chosen]).tanh()
-        return torch.bmm(hidden, down[chosen]).squeeze(1)
+        hidden = torch.bmm(x.unsqueeze(1), up[routing]).tanh()
+        return torch.bmm(hidden, down[routing]).squeeze(1)
 
     return forward
 
@@ -39,22 +39,22 @@ class Experts(nn.Module):
     def __init__(self, is_transposed: bool) -> None:
         super().__init__()
         self.is_transposed = is_transposed
-        sizes = [(HIDDEN, WIDTH), (WIDTH, HIDDEN)]  # (rows, columns)
+        sizes = [(HIDDEN, WIDTH), (WIDTH, HIDDEN)]  # (output features, input features)
         self.up, self.down = (
-            nn.Parameter(torch.randn(EXPERTS, *(size[::-1] if is_transposed else size)) / 4)
+            nn.Parameter(torch.randn(NUM_EXPERTS, *(size[::-1] if is_transposed else size)) / 4)
             for size in sizes
         )
 
-    @together
-    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """x (tokens, width), chosen (tokens,): the expert of each token."""
+    @batched_experts
+    def forward(self, x: Tensor, routing: Tensor) -> Tensor:
+        """x (tokens, width), routing (tokens,): the expert of each token."""
         out = torch.zeros_like(x)
-        for expert in chosen.unique():
-            at = torch.where(chosen == expert)[0]
-            out[at] = self._of_one(x[at], expert)
+        for expert in routing.unique():
+            tokens = torch.where(routing == expert)[0]
+            out[tokens] = self._one_expert(x[tokens], expert)
         return out
 
-    def _of_one(self, x: Tensor, expert: Tensor) -> Tensor:
+    def _one_expert(self, x: Tensor, expert: Tensor) -> Tensor:
         if self.is_transposed:
             return (x @ self.up[expert]).tanh() @ self.down[expert]
         return F.linear(F.linear(x, self.up[expert]).tanh(), self.down[expert])
@@ -67,52 +67,65 @@ class Model(nn.Module):
         self.experts = Experts(is_transposed)
         self.last = nn.Linear(WIDTH, 64)
 
-    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
-        return self.last(self.experts(x, chosen))
+    def forward(self, x: Tensor, routing: Tensor) -> Tensor:
+        return self.last(self.experts(x, routing))
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_each_expert_is_split_and_only_those_chosen_are_copied(is_transposed: bool) -> None:
+def test_each_expert_is_a_split_of_the_plan(is_transposed: bool) -> None:
+    model = Model(is_transposed)
+    with dispatch_model(model, max_memory(model, 0.4), fast_device()) as handle:
+        linears = [split.linear for split in handle.plan.splits]
+    assert [(linear.name, linear.expert, linear.rows, linear.columns) for linear in linears] == [
+        ("experts.0.up", "experts.0", HIDDEN, WIDTH),
+        ("experts.0.down", "experts.0", WIDTH, HIDDEN),
+        ("experts.1.up", "experts.1", HIDDEN, WIDTH),
+        ("experts.1.down", "experts.1", WIDTH, HIDDEN),
+        ("experts.2.up", "experts.2", HIDDEN, WIDTH),
+        ("experts.2.down", "experts.2", WIDTH, HIDDEN),
+        ("experts.3.up", "experts.3", HIDDEN, WIDTH),
+        ("experts.3.down", "experts.3", WIDTH, HIDDEN),
+        ("last", "", 64, WIDTH),
+    ]
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_outputs_and_state_are_exact_and_only_experts_with_tokens_are_copied(
+    is_transposed: bool,
+) -> None:
     model, device = Model(is_transposed), fast_device()
-    x, chosen = torch.randn(6, WIDTH), torch.tensor([0, 2, 2, 0, 0, 2])
+    x, routing = torch.randn(6, WIDTH), torch.tensor([0, 2, 2, 0, 0, 2])
     state = {key: value.clone() for key, value in model.state_dict().items()}
     with torch.no_grad():
-        expected = model(x, chosen)
-        with dispatch_model(model, split_memory(model, 0.4), device, alpha=0.0) as handle:
-            linears = [split.linear for split in handle.plan.splits]
-            before = handle.report()["lanes"]["link"]["bytes"]
-            torch.testing.assert_close(model(x, chosen), expected, rtol=0, atol=1e-6)
-            copied = handle.report()["lanes"]["link"]["bytes"] - before
+        expected = model(x, routing)
+        with dispatch_model(model, max_memory(model, 0.4), device, alpha=0.0) as handle:
+            torch.testing.assert_close(model(x, routing), expected, rtol=0, atol=1e-6)
+            copied = handle.report()["lanes"]["link"]["bytes"]
             assert model.state_dict().keys() == state.keys()
-        assert torch.equal(model(x, chosen), expected)
-    names = [f"experts.{expert}.{name}" for expert in range(EXPERTS) for name in ("up", "down")]
-    assert [linear.name for linear in linears] == [*names, "last"]
-    assert [linear.expert for linear in linears][::2] == [*(f"experts.{e}" for e in range(4)), ""]
-    sizes = [(linear.rows, linear.columns) for linear in linears]
-    assert sizes == [*[(HIDDEN, WIDTH), (WIDTH, HIDDEN)] * EXPERTS, (64, WIDTH)]
-    streamed = {s.linear.name: s.streamed_decode * s.linear.row_bytes for s in handle.plan.splits}
-    of_chosen = sum(streamed[name] for name in names if name.split(".")[1] in "02")
-    assert 0 < of_chosen <= copied < sum(streamed.values())
+        assert torch.equal(model(x, routing), expected)
+    streamed = streamed_bytes(handle.plan)
+    with_tokens = [f"experts.{expert}.{name}" for expert in (0, 2) for name in ("up", "down")]
+    assert 0 < sum(streamed[name] for name in with_tokens) <= copied < sum(streamed.values())
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert "forward" not in vars(model.experts)
 
 
-def test_a_forward_of_the_layer_alone_comes_back() -> None:
+def test_remove_restores_a_forward_that_was_set_on_the_layer() -> None:
     model = Model(False)
-    hooked: Any = model.experts.forward
-    model.experts.forward = hooked
-    dispatch_model(model, split_memory(model, 0.4), fast_device()).remove()
-    assert model.experts.forward is hooked
+    forward: Any = model.experts.forward
+    model.experts.forward = forward
+    dispatch_model(model, max_memory(model, 0.4), fast_device()).remove()
+    assert model.experts.forward is forward
 
 
-def test_what_cannot_be_right_is_refused() -> None:
-    model, x, chosen = Model(False), torch.randn(2, WIDTH), torch.tensor([1, 1])
-    with torch.no_grad(), dispatch_model(model, split_memory(model, 0.4), fast_device()):
-        model(x, chosen)
+def test_gradients_slices_of_experts_and_written_experts_are_refused() -> None:
+    model, x, routing = Model(False), torch.randn(2, WIDTH), torch.tensor([1, 1])
+    with torch.no_grad(), dispatch_model(model, max_memory(model, 0.4), fast_device()):
+        model(x, routing)
         with torch.enable_grad(), pytest.raises(NotImplementedError, match="no gradient"):
-            model(x, chosen)
+            model(x, routing)
         with pytest.raises(NotImplementedError, match="one expert at a time"):
-            model.experts.up[chosen.new_tensor([0, 1])]
+            model.experts.up[routing.new_tensor([0, 1])]
         model.experts.up.add_(1.0)
         with pytest.raises(ValueError, match=r"experts\.1\.up\.weight was changed"):
-            model(x, chosen)
+            model(x, routing)

@@ -1,19 +1,18 @@
-"""What `handle.report()` counts: passes of a model, and what the lanes did for it alone."""
+"""`handle.report()` counts the passes of a model, and the bytes and seconds of its lanes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from tests.hetegen.models import VOCABULARY, Plain, fast_device
+from tests.hetegen.models import MLP, MLP_SPLIT, VOCABULARY, fast_device, max_memory
 from wf_backends.hetegen import dispatch_model
 from wf_backends.hetegen.runner import PASSES_KEPT
 
-SPLIT = {0: 30_000}
 
-
+@pytest.fixture
 def t5() -> nn.Module:
     config = T5Config(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
@@ -22,90 +21,92 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(config).eval()
 
 
-def test_the_lanes_compute_all_rows_of_a_pass_and_no_other() -> None:
-    model, x = Plain(), torch.randn(1, 64)
-    with torch.no_grad(), dispatch_model(model, SPLIT, fast_device()) as handle:
+@pytest.fixture
+def ids() -> Tensor:
+    """A prompt of 9 tokens."""
+    return torch.arange(3, 12)[None]
+
+
+def test_host_and_accelerator_compute_each_row_once_in_every_pass() -> None:
+    model, x = MLP(), torch.randn(1, 64)
+    with torch.no_grad(), dispatch_model(model, MLP_SPLIT, fast_device()) as handle:
         for _ in range(5):
             model(x)
-        told = handle.report()
-    rows = sum(split.linear.nbytes for split in handle.plan.splits)
-    lanes = told["lanes"]
-    assert lanes["host"]["bytes"] + lanes["accelerator"]["bytes"] == 5 * rows
-    assert told["decode"]["passes"] == 5 and told["prefill"]["passes"] == 0
+        report = handle.report()
+    lanes = report["lanes"]
+    split_bytes = sum(split.linear.nbytes for split in handle.plan.splits)
+    assert lanes["host"]["bytes"] + lanes["accelerator"]["bytes"] == 5 * split_bytes
+    assert report["decode"]["passes"] == 5 and report["prefill"]["passes"] == 0
 
 
-def test_a_step_of_a_decoder_is_a_pass_where_an_encoder_ran_before_it() -> None:
-    """The encoder's first linear is the first of all, and no later step calls it."""
-    model, ids = t5(), torch.arange(3, 12)[None]
-    nbytes = sum(p.nbytes for p in model.parameters())
-    with dispatch_model(model, {0: nbytes // 2}, fast_device(), prompt=9) as handle:
-        for passes in (1, 2):
-            model.generate(ids, max_new_tokens=6)  # type: ignore[operator]
-            told = handle.report()
-            assert told["prefill"]["passes"] == passes  # the encoder's
-            assert told["decode"]["passes"] == 6 * passes
+def test_an_encoder_is_a_prefill_pass_and_every_step_of_its_decoder_a_decode_pass(
+    t5: nn.Module, ids: Tensor
+) -> None:
+    """A pass cannot begin at the model's first linear: that is the encoder's, which runs once."""
+    with dispatch_model(t5, max_memory(t5, 0.5), fast_device(), prompt=9) as handle:
+        for num_generated in (1, 2):
+            t5.generate(ids, max_new_tokens=6)  # type: ignore[operator]
+            report = handle.report()
+            assert report["prefill"]["passes"] == num_generated
+            assert report["decode"]["passes"] == 6 * num_generated
 
 
-def test_a_pass_is_a_call_from_outside_also_after_one_that_failed() -> None:
-    model, x = Plain(), torch.randn(1, 64)
+def test_a_call_that_fails_before_its_first_linear_is_no_pass() -> None:
+    model, x = MLP(), torch.randn(1, 64)
 
     def fail(*_: object) -> None:
-        raise OSError("no")
+        raise OSError("hook failed")
 
-    with torch.no_grad(), dispatch_model(model, SPLIT, fast_device()) as handle:
+    with torch.no_grad(), dispatch_model(model, MLP_SPLIT, fast_device()) as handle:
         model(x)
         hook = model.register_forward_pre_hook(fail, prepend=True)
-        for _ in range(2):
-            try:
-                model(x)
-            except OSError:
-                hook.remove()
+        with pytest.raises(OSError, match="hook failed"):
+            model(x)
+        hook.remove()
+        model(x)
         model(x)
         assert handle.report()["decode"]["passes"] == 3
 
 
-def test_passes_are_told_apart_after_ctrl_c() -> None:
-    """torch tells no hook that it ended a call; the next call of the same model is a new one."""
-    model, ids = t5(), torch.arange(3, 12)[None]
-    nbytes = sum(p.nbytes for p in model.parameters())
+def test_passes_are_counted_correctly_after_ctrl_c(t5: nn.Module, ids: Tensor) -> None:
+    """torch runs no hook at the end of a call that Ctrl-C ended: the next call begins a pass."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with dispatch_model(model, {0: nbytes // 2}, fast_device(), prompt=9) as handle:
-        hook = model.decoder.block[1].register_forward_hook(interrupt)  # type: ignore[union-attr, index]
+    with dispatch_model(t5, max_memory(t5, 0.5), fast_device(), prompt=9) as handle:
+        hook = t5.decoder.block[1].register_forward_hook(interrupt)  # type: ignore[union-attr, index]
         with pytest.raises(KeyboardInterrupt):
-            model.generate(ids, max_new_tokens=6)  # type: ignore[operator]
+            t5.generate(ids, max_new_tokens=6)  # type: ignore[operator]
         hook.remove()
-        model.generate(ids, max_new_tokens=1)  # type: ignore[operator]
+        t5.generate(ids, max_new_tokens=1)  # type: ignore[operator]
         before = handle.report()
-        model.generate(ids, max_new_tokens=6)  # type: ignore[operator]
-        told = handle.report()
-    assert told["prefill"]["passes"] - before["prefill"]["passes"] == 1  # the encoder's
-    assert told["decode"]["passes"] - before["decode"]["passes"] == 6
+        t5.generate(ids, max_new_tokens=6)  # type: ignore[operator]
+        after = handle.report()
+    assert after["prefill"]["passes"] - before["prefill"]["passes"] == 1
+    assert after["decode"]["passes"] - before["decode"]["passes"] == 6
 
 
-def test_passes_that_are_not_kept_are_counted() -> None:
+def test_counts_and_idle_seconds_are_those_of_all_passes_not_only_of_the_kept_ones() -> None:
     model, x = nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 16)), torch.randn(1, 64)
     with torch.no_grad(), dispatch_model(model, {0: 3_000}, fast_device()) as handle:
         for _ in range(PASSES_KEPT + 9):
             model(x)
-        told = handle.report()
-    assert told["decode"]["passes"] == PASSES_KEPT + 9
-    lane = told["lanes"]["accelerator"]
-    assert lane["idle_seconds"] > lane["busy_seconds"]  # of all the time, not of the last passes
+        report = handle.report()
+    assert report["decode"]["passes"] == PASSES_KEPT + 9
+    lane = report["lanes"]["accelerator"]
+    assert lane["idle_seconds"] > lane["busy_seconds"]
 
 
-def test_a_device_that_is_used_again_counts_anew() -> None:
-    model, x, device = Plain(), torch.randn(1, 64), fast_device()
-    reports = []
+def test_a_device_that_is_used_again_starts_its_counts_at_zero() -> None:
+    model, x, device = MLP(), torch.randn(1, 64), fast_device()
+    handles, lanes = [], []
     for _ in range(2):
-        with torch.no_grad(), dispatch_model(model, SPLIT, device) as handle:
+        with torch.no_grad(), dispatch_model(model, MLP_SPLIT, device) as handle:
             for _ in range(3):
                 model(x)
-        reports.append((handle, handle.report()["lanes"]))
-    counts = [{name: lane["bytes"] for name, lane in lanes.items()} for _, lanes in reports]
-    assert counts[0]["host"] == counts[1]["host"] > 0
-    assert counts[0]["accelerator"] == counts[1]["accelerator"] > 0
-    for handle, lanes in reports:  # also of the first, which was removed
-        assert handle.report()["lanes"] == lanes
+        handles.append(handle)
+        lanes.append(handle.report()["lanes"])
+    for name in ("host", "accelerator"):
+        assert lanes[0][name]["bytes"] == lanes[1][name]["bytes"] > 0
+    assert [handle.report()["lanes"] for handle in handles] == lanes  # also of the first handle
