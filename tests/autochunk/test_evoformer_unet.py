@@ -1,8 +1,11 @@
-"""The Evoformer block of the examples, and diffusers' UNets: exact in float64, with the predicted
-peak."""
+"""The Evoformer block of examples/autochunk and diffusers' UNets, in slices.
+
+Outputs equal the unchunked model's in float64; peaks of memory equal the plan's.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.autochunk.test_autochunk import ANY, in_float64, largest_difference, measured_peak
+from tests.autochunk.helpers import ANY_SLOWDOWN, in_float64, measured_peak, relative_error
 from wf_backends.autochunk import autochunk
 from wf_backends.autochunk.cost import Rates
 from wf_backends.autochunk.select import Search
@@ -20,7 +23,9 @@ with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(Path(__file__).parents[2] / "examples" / "autochunk")
     from evoformer import EvoformerBlock
 
-SMALL: dict[str, Any] = {
+ModelAndInputs = tuple[nn.Module, dict[str, Any]]
+
+UNET_SIZES: dict[str, Any] = {
     "sample_size": 16,
     "block_out_channels": (16, 32),
     "layers_per_block": 1,
@@ -28,40 +33,40 @@ SMALL: dict[str, Any] = {
 }
 
 
-def evoformer(fused: bool) -> tuple[nn.Module, dict[str, Any]]:
+def evoformer(fused: bool) -> ModelAndInputs:
     inputs = {"msa": torch.randn(1, 8, 24, 32), "pair": torch.randn(1, 24, 24, 16)}
     return EvoformerBlock(32, 16, heads=2, pair_heads=2, width=8, fused=fused), inputs
 
 
-def unet(fused: bool) -> tuple[nn.Module, dict[str, Any]]:
+def unet(fused: bool) -> ModelAndInputs:
     diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
     model = diffusers.UNet2DModel(
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        **SMALL,
+        **UNET_SIZES,
     )
     return with_attention(model, fused), image(3)
 
 
-def unet_condition(fused: bool) -> tuple[nn.Module, dict[str, Any]]:
+def unet_condition(fused: bool) -> ModelAndInputs:
     diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
     model = diffusers.UNet2DConditionModel(
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         cross_attention_dim=16,
         attention_head_dim=2,
-        **SMALL,
+        **UNET_SIZES,
     )
     text = torch.randn(1, 7, 16)
     return with_attention(model, fused), image(4) | {"encoder_hidden_states": text}
 
 
 def with_attention(model: nn.Module, fused: bool) -> nn.Module:
-    from diffusers.models import attention_processor as kinds
+    from diffusers.models import attention_processor as processors
 
-    processor: Any = kinds.AttnProcessor2_0() if fused else kinds.AttnProcessor()
+    processor: Any = processors.AttnProcessor2_0() if fused else processors.AttnProcessor()
     for module in model.modules():
-        if isinstance(module, kinds.Attention):
+        if isinstance(module, processors.Attention):
             module.set_processor(processor)
     return model
 
@@ -71,27 +76,35 @@ def image(channels: int) -> dict[str, Any]:
     return {"sample": sample, "timestep": torch.tensor(10), "return_dict": False}
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("make", [evoformer, unet, unet_condition])
-def test_outputs_are_the_models_and_the_peak_is_the_plans(make: Any, fused: bool) -> None:
+@pytest.mark.parametrize("fused", [False, True], ids=["eager", "fused"])
+@pytest.mark.parametrize(
+    ("build", "max_memory", "least_saving"),
+    [(evoformer, 0.5, 0.5), (unet, None, 0.1), (unet_condition, None, 0.1)],
+    ids=["evoformer", "unet", "unet_condition"],
+)
+def test_outputs_equal_the_models_and_the_peak_equals_the_plans(
+    build: Callable[[bool], ModelAndInputs],
+    max_memory: float | None,
+    least_saving: float,
+    fused: bool,
+) -> None:
     torch.manual_seed(0)
-    share = 0.5 if make is evoformer else None  # None: the least
-    model, kwargs = make(fused)
+    model, kwargs = build(fused)
     model.double().eval()
     kwargs = in_float64(kwargs)
-    chunked = autochunk(model, kwargs=kwargs, max_memory=share, max_slowdown=ANY)
+    chunked = autochunk(model, kwargs=kwargs, max_memory=max_memory, max_slowdown=ANY_SLOWDOWN)
 
     assert chunked.plan.peak_before == pytest.approx(measured_peak(model, kwargs), rel=0.05)
     assert chunked.plan.peak == pytest.approx(measured_peak(chunked, kwargs), rel=0.05)
-    assert chunked.plan.saved >= (share or 0.1)
+    assert chunked.plan.saved >= least_saving
     with torch.no_grad():
-        assert largest_difference(chunked(**kwargs), model(**kwargs)) < 1e-12
+        assert relative_error(chunked(**kwargs), model(**kwargs)) < 1e-12
 
 
-def test_a_region_gives_way_to_one_that_holds_more() -> None:
-    """The cheapest regions may leave a peak between them that none of the rest holds."""
+def test_cheapest_region_is_replaced_if_it_leaves_a_peak_that_no_region_lowers() -> None:
     inputs = torch.zeros(1, 32, 64, 256), torch.zeros(1, 64, 64, 128)
-    captured = capture(EvoformerBlock().eval(), inputs, {})
-    search = Search(read_steps(captured.graph, Effects()), Rates(2e-6, 9e10, 2.5e10, 9e9))
-    for budget in (12.0, 11.5, 11.0, 10.5):  # MiB; the least is 10.03
-        assert search.within_memory(int(budget * 2**20)).peak <= budget * 2**20
+    graph = capture(EvoformerBlock().eval(), inputs, {}).graph
+    search = Search(read_steps(graph, Effects()), Rates(2e-6, 9e10, 2.5e10, 9e9))
+    for budget_mib in (12.0, 11.5, 11.0, 10.5):  # the least is 10.03 MiB
+        peak_mib = search.within_memory(int(budget_mib * 2**20)).peak / 2**20
+        assert peak_mib <= budget_mib

@@ -1,5 +1,8 @@
-"""Inputs that a graph could mistake for others: one tensor given twice, a weight, numbers that
-compare equal; and containers that a forward fills."""
+"""Inputs that a graph could confuse, and containers that a forward fills.
+
+The same tensor passed twice, a parameter passed as an input, numbers that compare equal. Each
+chunked model has regions, and its outputs equal the unchunked model's.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from wf_backends.autochunk import autochunk
+from tests.autochunk.helpers import ANY_SLOWDOWN
+from wf_backends.autochunk import ChunkPlan, autochunk
 
-ANY = 4.0  # slowdown: these models are small, and memory is the matter here
 SIZE = 1, 256, 16
 
 
@@ -23,102 +26,144 @@ def attention(x: Tensor) -> Tensor:
     return (x @ x.transpose(-1, -2)).softmax(-1) @ x
 
 
-def assert_the_same(model: nn.Module, chunked: nn.Module, *args: Any) -> None:
+def chunk(model: nn.Module, *args: Any, max_memory: float = 0.6, **kwargs: Any) -> nn.Module:
+    """The model, planned for these inputs, with at least one region."""
+    chunked = autochunk(
+        model.eval(), args, kwargs, max_memory=max_memory, max_slowdown=ANY_SLOWDOWN
+    )
+    assert isinstance(chunked.plan, ChunkPlan) and chunked.plan.regions
+    return chunked
+
+
+def assert_equal_outputs(model: nn.Module, chunked: nn.Module, *args: Any) -> None:
     with torch.no_grad():
         torch.testing.assert_close(chunked(*args), model(*args))
 
 
-class Added(nn.Module):
+class AddsParameter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.start = nn.Parameter(torch.randn(SIZE))
+        self.bias = nn.Parameter(torch.randn(SIZE))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return attention(x) + y + 2 * self.start
+        return attention(x) + y + 2 * self.bias
 
 
-def test_one_tensor_given_twice_is_another_form_than_two() -> None:
-    model, x, y = Added().eval(), torch.randn(SIZE), torch.randn(SIZE)
-    chunked = autochunk(model, (x, x), max_memory=0.6, max_slowdown=ANY)
-    assert chunked.plan.regions
+def test_same_tensor_passed_twice_is_distinguished_from_two_tensors() -> None:
+    model, x, y = AddsParameter(), torch.randn(SIZE), torch.randn(SIZE)
+    chunked = chunk(model, x, x)
     for args in ((x, x), (x, y), (y, y)):
-        assert_the_same(model, chunked, *args)
+        assert_equal_outputs(model, chunked, *args)
 
 
-def test_a_weight_that_is_given_as_an_input_is_an_input() -> None:
-    model, x = Added().eval(), torch.randn(SIZE)
-    chunked = autochunk(model, (x, model.start), max_memory=0.6, max_slowdown=ANY)
-    assert chunked.plan.regions
-    for y in (model.start, nn.Parameter(torch.randn(SIZE))):
-        assert_the_same(model, chunked, x, y)
+def test_parameter_passed_as_an_input_is_distinguished_from_the_models_parameter() -> None:
+    model, x = AddsParameter(), torch.randn(SIZE)
+    chunked = chunk(model, x, model.bias)
+    for y in (model.bias, nn.Parameter(torch.randn(SIZE))):
+        assert_equal_outputs(model, chunked, x, y)
 
 
-class Multiplied(nn.Module):
+class Multiplies(nn.Module):
     def forward(self, x: Tensor, factor: float) -> tuple[Tensor, Tensor, float]:
         return attention(x), torch.ones(1, dtype=torch.long) * factor, factor
 
 
-def test_values_that_compare_equal_are_told_apart() -> None:
-    model, x = Multiplied().eval(), torch.randn(SIZE)
-    chunked = autochunk(model, (x, 1), max_memory=0.6, max_slowdown=ANY)
-    assert chunked.plan.regions
+def test_numbers_that_compare_equal_are_distinguished() -> None:
+    """By the dtype of a product (1 and 1.0), and by the number that the model returns (-0.0)."""
+    model, x = Multiplies(), torch.randn(SIZE)
+    chunked = chunk(model, x, 1)
     for factor in (1.0, 1, True, 0.0, -0.0):
-        assert_the_same(model, chunked, x, factor)
+        assert_equal_outputs(model, chunked, x, factor)
         assert str(chunked(x, factor)[2]) == str(factor)
 
 
-class Filling(nn.Module):
-    def forward(self, x: Tensor, kept: Any) -> Tensor:
-        if isinstance(kept, deque):
-            kept.append(attention(x))
-            return kept[-1] * 2
-        kept["hidden_states"] = (attention(x),)
-        return kept.last_hidden_state + kept["hidden_states"][0]
+class CastsTo(nn.Module):
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return attention(x).to(dtype)
 
 
-@pytest.mark.parametrize(
-    "kept",
-    [deque([torch.ones(1)], maxlen=3), BaseModelOutput(last_hidden_state=torch.ones(1))],  # type: ignore[arg-type]
-    ids=["deque", "output"],
-)
-def test_containers_that_know_no_update_are_filled(kept: Any) -> None:
-    model, x = Filling().eval(), torch.randn(SIZE)
-    chunked = autochunk(model, (x, kept), max_memory=0.6, max_slowdown=ANY)
-    assert chunked.plan.regions and len(kept) == 1
-    with torch.no_grad():
-        found = chunked(x, kept)
-    assert len(kept) == 2
-    if isinstance(kept, deque):
-        torch.testing.assert_close(found, 2 * attention(x))
-        assert torch.equal(kept[-1] * 2, found)
-    else:
-        torch.testing.assert_close(found, 1 + attention(x))
-        assert kept.hidden_states is not None and torch.equal(kept.hidden_states[0] + 1, found)
+def test_dtype_argument_is_part_of_the_plan() -> None:
+    model, x = CastsTo(), torch.randn(SIZE)
+    chunked = chunk(model, x, torch.float64, max_memory=0.8)
+    for dtype in (torch.float64, torch.float16):
+        assert_equal_outputs(model, chunked, x, dtype)
 
 
-class Cast(nn.Module):
-    def forward(self, x: Tensor, kind: torch.dtype, cache: Any = None) -> Tensor:
+class WritesToObject(nn.Module):
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
         if cache is not None:
-            cache.seen = x
-        return attention(x).to(kind)
+            cache.value = x
+        return attention(x)
 
 
-def test_constants_are_values_and_objects_that_no_graph_takes_are_the_models() -> None:
+def test_with_an_object_that_no_graph_supports_the_model_runs_unchunked_and_warns() -> None:
     class Cache:
-        seen = None
+        value = None
 
-    model, x, cache = Cast().eval(), torch.randn(SIZE), Cache()
-    chunked = autochunk(model, (x, torch.float64), max_memory=0.8, max_slowdown=ANY)
-    assert chunked.plan.regions
-    for kind in (torch.float64, torch.float16):
-        assert_the_same(model, chunked, x, kind)
+    x, cache = torch.randn(SIZE), Cache()
+    chunked = chunk(WritesToObject(), x)
     with torch.no_grad(), pytest.warns(UserWarning, match="an argument is a Cache, which no graph"):
-        chunked(x, torch.float64, cache)
-    assert cache.seen is x
+        chunked(x, cache)
+    assert cache.value is x
 
 
-def takes_more(forward: Callable[..., Tensor]) -> Callable[..., Any]:
-    """As transformers' `can_return_tuple` does with `return_dict`."""
+class FillsListAndDict(nn.Module):
+    def forward(self, x: Tensor, values: list, by_name: dict) -> Tensor:
+        values.append(attention(x))
+        by_name["last"] = values[-1] + 1
+        return values[-1] * 2
+
+
+def test_list_and_dict_are_filled() -> None:
+    x, values, by_name = torch.randn(SIZE), [torch.ones(1)], {"first": torch.ones(1)}
+    chunked = chunk(FillsListAndDict(), x, [torch.ones(1)], by_name)
+    assert list(by_name) == ["first"]  # planning fills neither
+    with torch.no_grad():
+        out = chunked(x, values, by_name)
+    assert len(values) == 2 and list(by_name) == ["first", "last"]
+    expected = attention(x)
+    torch.testing.assert_close(
+        (out, values[1], by_name["last"]), (2 * expected, expected, expected + 1)
+    )
+
+
+class FillsDeque(nn.Module):
+    def forward(self, x: Tensor, values: deque[Tensor]) -> Tensor:
+        values.append(attention(x))
+        return values[-1] * 2
+
+
+def test_deque_is_filled() -> None:
+    x, values = torch.randn(SIZE), deque([torch.ones(1)], maxlen=3)
+    chunked = chunk(FillsDeque(), x, values)
+    assert len(values) == 1
+    with torch.no_grad():
+        out = chunked(x, values)
+    assert len(values) == 2
+    torch.testing.assert_close(values[-1], attention(x))
+    assert torch.equal(out, values[-1] * 2)
+
+
+class FillsModelOutput(nn.Module):
+    def forward(self, x: Tensor, output: BaseModelOutput) -> Tensor:
+        output["hidden_states"] = (attention(x),)
+        assert output.last_hidden_state is not None
+        return output.last_hidden_state + output["hidden_states"][0]
+
+
+def test_model_output_of_transformers_is_filled() -> None:
+    x, output = torch.randn(SIZE), BaseModelOutput(last_hidden_state=torch.ones(1))  # type: ignore[arg-type]
+    chunked = chunk(FillsModelOutput(), x, output)
+    assert len(output) == 1
+    with torch.no_grad():
+        out = chunked(x, output)
+    assert len(output) == 2 and output.hidden_states is not None
+    torch.testing.assert_close(output.hidden_states[0], attention(x))
+    assert torch.equal(out, output.hidden_states[0] + 1)
+
+
+def with_as_tuple(forward: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Adds an argument to a forward, as transformers' `can_return_tuple` adds `return_dict`."""
 
     @wraps(forward)
     def wrapper(self: nn.Module, *args: Any, as_tuple: bool = False, **kwargs: Any) -> Any:
@@ -129,17 +174,19 @@ def takes_more(forward: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 class Decorated(nn.Module):
-    @takes_more
+    @with_as_tuple
     def forward(self, x: Tensor) -> Tensor:
         return attention(x)
 
 
-def test_an_argument_that_a_decorator_of_the_forward_takes() -> None:
-    model, x = Decorated().eval(), torch.randn(SIZE)
-    chunked = autochunk(model, kwargs={"x": x, "as_tuple": True}, max_memory=0.6, max_slowdown=ANY)
-    assert chunked.plan.regions
+def test_argument_of_the_forwards_decorator_is_accepted() -> None:
+    x = torch.randn(SIZE)
+    chunked = chunk(Decorated(), x=x, as_tuple=True)
     with torch.no_grad():
         torch.testing.assert_close(chunked(x=x, as_tuple=True), (attention(x),))
         torch.testing.assert_close(chunked(x), attention(x))
+
+
+def test_argument_that_neither_forward_nor_decorator_accepts_is_refused() -> None:
     with pytest.raises(ValueError, match="Decorated cannot be captured: .*unexpected keyword"):
-        autochunk(model, kwargs={"x": x, "unknown": 1})
+        autochunk(Decorated().eval(), kwargs={"x": torch.randn(SIZE), "unknown": 1})

@@ -1,4 +1,4 @@
-"""What a run on fake tensors counts."""
+"""Predicted live bytes: a run on fake tensors counts what a real run needs, masks included."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaForCausalLM
 from wf_backends.autochunk import autochunk
 from wf_backends.graph import StorageTracker, capture, tensors, unchunked_peak
 
-TOKENS = 1024  # a causal mask of them takes more than all activations
+TOKENS = 1024  # a causal mask of them needs more memory than all activations of these models
 
 
-def small(name: str) -> torch.nn.Module:
+def one_layer_model(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
     if name == "gpt2":
         config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, n_positions=TOKENS)
@@ -23,46 +23,47 @@ def small(name: str) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_fake_run_builds_no_mask_that_a_real_run_does_not(name: str) -> None:
-    model = small(name)
+def test_peak_of_a_fake_run_is_that_of_a_real_run(name: str) -> None:
+    """In particular, the fake run makes no mask where the real run makes none."""
+    model = one_layer_model(name)
     kwargs = {"input_ids": torch.randint(50, (1, TOKENS)), "use_cache": False}
     known = (*model.parameters(), *model.buffers(), kwargs["input_ids"])
-    with torch.no_grad(), StorageTracker(known) as seen:
+    with torch.no_grad(), StorageTracker(known) as tracker:
         model(**kwargs)
-    assert unchunked_peak(model, (), kwargs) == pytest.approx(seen.peak, rel=0.01)
+    assert unchunked_peak(model, (), kwargs) == pytest.approx(tracker.peak, rel=0.01)
 
 
-@pytest.mark.parametrize(("device", "copies"), [("cpu", 0), ("cuda", 1)])
-def test_softmax_backward_multiplies_first_on_cuda(device: str, copies: int) -> None:
+@pytest.mark.parametrize(("device", "num_temporaries"), [("cpu", 0), ("cuda", 1)])
+def test_softmax_backward_has_a_temporary_on_cuda(device: str, num_temporaries: int) -> None:
     with FakeTensorMode():
         grad = torch.empty(64, 128, device=device)
-        with StorageTracker((grad,)) as seen:
-            kept = torch.ops.aten._softmax_backward_data(grad, grad, -1, torch.float32)
-    assert seen.live == kept.nbytes
-    assert seen.peak == (1 + copies) * kept.nbytes
+        with StorageTracker((grad,)) as tracker:
+            result = torch.ops.aten._softmax_backward_data(grad, grad, -1, torch.float32)
+    assert tracker.live == result.nbytes
+    assert tracker.peak == (1 + num_temporaries) * result.nbytes
 
 
-def test_the_safe_softmax_notes_what_is_masked() -> None:
+def test_safe_softmax_has_a_temporary_of_one_byte_an_element() -> None:
+    """The positions that are masked."""
     x = torch.randn(64, 128)
-    with StorageTracker((x,)) as seen:
-        kept = torch.ops.aten._safe_softmax(x, -1)
-    assert seen.peak == kept.nbytes + x.numel()
+    with StorageTracker((x,)) as tracker:
+        result = torch.ops.aten._safe_softmax(x, -1)
+    assert tracker.peak == result.nbytes + x.numel()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_graph_has_no_mask_where_the_model_counts_positions(name: str) -> None:
-    """Positions that are given may be packed: then transformers 5 has one."""
-    model, ids = small(name), torch.randint(50, (1, TOKENS))
+def test_graph_without_position_ids_has_no_mask(name: str) -> None:
+    """With position ids, which may be those of packed documents, transformers 5 makes a mask."""
+    model, ids = one_layer_model(name), torch.randint(50, (1, TOKENS))
     graph = capture(model, (), {"input_ids": ids, "use_cache": False}).graph
-    made = [node for node in graph.nodes if node.op == "call_function"]
-    assert not any(t.shape[-2:] == (TOKENS, TOKENS) for n in made for t in tensors(n))
+    values = [t for node in graph.nodes if node.op == "call_function" for t in tensors(node)]
+    assert values and not any(value.shape[-2:] == (TOKENS, TOKENS) for value in values)
 
 
-def test_packed_positions_stay_packed() -> None:
-    model, ids = small("llama"), torch.randint(50, (1, 64))
+def test_packed_position_ids_give_the_models_logits() -> None:
+    model, ids = one_layer_model("llama"), torch.randint(50, (1, 64))
     packed = torch.cat((torch.arange(40), torch.arange(24)))[None]
     kwargs = {"input_ids": ids, "use_cache": False, "position_ids": packed}
+    chunked = autochunk(model, (), kwargs, max_memory=0.8, max_slowdown=1e9)
     with torch.no_grad():
-        expected = model(**kwargs).logits
-        found = autochunk(model, (), kwargs, max_memory=0.8, max_slowdown=1e9)(**kwargs).logits
-    torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(chunked(**kwargs).logits, model(**kwargs).logits)
