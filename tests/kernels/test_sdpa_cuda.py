@@ -1,4 +1,4 @@
-"""Which of torch's CUDA operators computes a tile, and what the user is told."""
+"""Which of torch's CUDA operators computes a tile, and the reason that is reported."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ TILE = CudaTile(HOPPER, torch.bfloat16, head_dim=128, rows=256, keys=256, band=C
     ],
     ids=str,
 )
-def test_cudnn_comes_first_where_it_lacks_nothing(tile):
-    assert choose(tile)[0].name == choose(tile)[1] == "cudnn"
+def test_cudnn_computes_tiles_for_which_it_lacks_nothing(tile):
+    operators, reason = choose(tile)
+    assert operators.name == reason == "cudnn"
 
 
 @pytest.mark.parametrize(
-    "tile, says",
+    "tile, need",
     [
         (replace(TILE, machine=replace(HOPPER, torch=(2, 10))), "torch 2.11 or later, got torch"),
         (replace(TILE, machine=replace(HOPPER, cudnn=91500)), "9.15.1 or later, got cudnn 91500"),
@@ -57,47 +58,52 @@ def test_cudnn_comes_first_where_it_lacks_nothing(tile):
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_what_cudnn_lacks_goes_to_flash_and_the_reason_says_what(tile, says):
+def test_flash_computes_other_tiles_and_the_reason_names_what_cudnn_needs(tile, need):
     operators, reason = choose(tile)
     assert operators.name == "flash"
     assert reason.startswith("flash; not cudnn, which needs ")
-    assert says in reason
+    assert need in reason
 
 
-def test_a_machine_without_a_gpu_has_no_capability(monkeypatch):
+def test_without_a_gpu_the_capability_is_zero(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    nowhere = torch.device("cuda", 99)  # what is known of a GPU is kept
-    assert machine(nowhere).capability == (0, 0)
-    assert machine(nowhere).torch == tuple(int(x) for x in torch.__version__.split(".")[:2])
+    device = torch.device("cuda", 99)  # of a number that no other test has put into the cache
+    assert machine(device).capability == (0, 0)
+    assert machine(device).torch == tuple(int(x) for x in torch.__version__.split(".")[:2])
 
 
-def test_the_machine_is_asked_anew(monkeypatch):
-    """The user may switch cuDNN off, or ask for determinism, between two calls."""
+def test_settings_of_torch_are_read_at_every_call(monkeypatch):
+    """The user may switch cuDNN off, or require determinism, between two calls."""
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     assert machine(CUDA).cudnn == 91900
     assert machine(CUDA).enabled and not machine(CUDA).deterministic
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert not machine(CUDA).enabled and machine(CUDA).deterministic
+
+
+def test_determinism_that_only_warns_is_not_deterministic(monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     monkeypatch.setattr(torch, "is_deterministic_algorithms_warn_only_enabled", lambda: True)
     assert not machine(CUDA).deterministic
 
 
-def test_rocm_answers_for_miopen_and_has_no_cudnn(monkeypatch):
+def test_on_rocm_there_is_no_cudnn(monkeypatch):
+    """torch.backends.cudnn.version() is MIOpen's there."""
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 3004000)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert machine(CUDA).cudnn == 0
 
 
 @pytest.mark.parametrize(
-    "machine, runs",
+    "machine, operators",
     [
         (HOPPER, "cudnn"),
         (replace(HOPPER, capability=(8, 0)), "flash; not cudnn, which needs compute capability"),
     ],
     ids=["hopper", "ampere"],
 )
-def test_the_kernel_says_what_its_full_tiles_run_on(monkeypatch, machine, runs):
+def test_runs_names_the_operators_of_full_tiles(monkeypatch, machine, operators):
     monkeypatch.setattr(sdpa, "machine", lambda device: machine)
     spec = KernelSpec("cuda", torch.bfloat16, head_dim=64, heads=8, kv_heads=2)
-    assert SdpaKernel().runs(spec).startswith(f"torch's operators for full tiles: {runs}")
+    assert SdpaKernel().runs(spec).startswith(f"torch's operators for full tiles: {operators}")

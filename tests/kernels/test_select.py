@@ -1,4 +1,4 @@
-"""Which kernel is chosen, and what the user reads when there is none."""
+"""Which kernel is selected for a call, and the message if none can compute it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ CUDA = replace(CPU, device="cuda", dtype=torch.bfloat16)
 
 @pytest.fixture
 def flash_attn_version(monkeypatch):
-    """Pretend that this version of flash-attn is installed (None: none is)."""
+    """A function that makes this version of flash-attn appear installed; None: no version."""
 
-    def pretend(version: str | None) -> None:
-        def of(name: str) -> str:
+    def set_version(version: str | None) -> None:
+        def metadata_version(name: str) -> str:
             if version is None:
                 raise flash_module.metadata.PackageNotFoundError(name)
             return version
 
-        monkeypatch.setattr(flash_module.metadata, "version", of)
+        monkeypatch.setattr(flash_module.metadata, "version", metadata_version)
         monkeypatch.setattr(flash_module, "find_spec", lambda name: None)
 
-    return pretend
+    return set_version
 
 
-def test_a_config_knows_every_kernel():
+def test_a_topology_can_name_every_kernel():
     assert set(KERNEL_NAMES) == set(KERNELS)
 
 
@@ -42,12 +42,12 @@ def test_auto_is_sdpa_on_a_cpu(dtype):
     assert select("auto", replace(CPU, dtype=dtype)).name == "sdpa"
 
 
-@pytest.mark.parametrize("kv_heads, release, refuses", [(2, (2, 8), True), (8, (2, 8), False)])
-def test_a_cpu_kernel_that_would_read_beyond_its_keys_is_refused(kv_heads, release, refuses):
-    told = SdpaKernel(release=release).refuses(replace(CPU, kv_heads=kv_heads))
-    assert (told is not None) == refuses
-    assert told is None or "grouped key heads from 2.9 on, this is 2.8" in told
-    assert SdpaKernel(release=(2, 9)).refuses(CPU) is None
+def test_sdpa_refuses_grouped_key_heads_on_a_cpu_before_torch_2_9():
+    """The CPU kernel of these releases reads beyond its keys."""
+    refusal = SdpaKernel(release=(2, 8)).refuses(replace(CPU, kv_heads=2))
+    assert refusal and "grouped key heads from 2.9 on, this is 2.8" in refusal
+    assert SdpaKernel(release=(2, 8)).refuses(replace(CPU, kv_heads=8)) is None
+    assert SdpaKernel(release=(2, 9)).refuses(replace(CPU, kv_heads=2)) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -87,34 +87,36 @@ def test_auto_is_reference_on_cuda_for_head_dims_that_flash_lacks(head_dim, flas
     spec = replace(CUDA, head_dim=head_dim)
     assert select("auto", spec).name == "reference"
     for name in ("flash", "sdpa"):
-        told = KERNELS[name]().refuses(spec)
-        assert told == f"head_dim must be a multiple of 8 up to 256, got {head_dim}"
+        refusal = KERNELS[name]().refuses(spec)
+        assert refusal == f"head_dim must be a multiple of 8 up to 256, got {head_dim}"
 
 
-def test_a_gpu_that_is_too_old_for_flash_gets_the_reference(flash_attn_version, monkeypatch):
+def test_auto_is_reference_on_a_gpu_that_is_too_old_for_flash(flash_attn_version, monkeypatch):
     flash_attn_version("2.8.3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     spec = replace(CUDA, dtype=torch.float16)
     assert select("auto", spec).name == "reference"
     for name in ("flash", "sdpa"):
-        told = KERNELS[name]().refuses(spec)
-        assert told and told.endswith("capability (8, 0) or later, this GPU has (7, 5)")
-
-
-@pytest.mark.parametrize("name", ["reference", "sdpa"])
-def test_a_kernel_can_be_asked_for_by_name(name):
-    kernel = select(name, CPU)
-    assert kernel.name == name
-    runs = {
-        "reference": "einsums that hold the scores of a block",
-        "sdpa": "torch's flash operators for cpu",
-    }
-    assert kernel.runs(CPU).startswith(runs[name])
+        refusal = KERNELS[name]().refuses(spec)
+        assert refusal and refusal.endswith("capability (8, 0) or later, this GPU has (7, 5)")
 
 
 @pytest.mark.parametrize(
-    "name, spec, says",
+    "name, runs",
+    [
+        ("reference", "einsums that hold the scores of a block"),
+        ("sdpa", "torch's flash operators for cpu"),
+    ],
+)
+def test_a_kernel_can_be_selected_by_name(name, runs):
+    kernel = select(name, CPU)
+    assert kernel.name == name
+    assert kernel.runs(CPU).startswith(runs)
+
+
+@pytest.mark.parametrize(
+    "name, spec, reason",
     [
         ("flash", CPU, "flash-attn needs a CUDA device, got cpu"),
         ("flash", replace(CUDA, dtype=torch.float32), "torch.bfloat16 and torch.float16, got"),
@@ -134,37 +136,49 @@ def test_a_kernel_can_be_asked_for_by_name(name):
         ("reference", replace(CPU, dtype=torch.int64), "needs a float dtype, got torch.int64"),
     ],
 )
-def test_a_named_kernel_that_cannot_says_why(name, spec, says, flash_attn_version):
+def test_a_named_kernel_that_lacks_something_is_refused_with_the_reason(
+    name, spec, reason, flash_attn_version
+):
     flash_attn_version(None)
     with pytest.raises(ValueError) as raised:
         select(name, spec)
     assert f'kernel "{name}" cannot be used here: ' in str(raised.value)
-    assert says in str(raised.value)
+    assert reason in str(raised.value)
 
 
-def test_a_flash_attn_that_is_too_old_is_named_with_what_to_type(flash_attn_version):
+def test_an_old_flash_attn_is_refused_with_the_command_that_updates_it(flash_attn_version):
     flash_attn_version("2.6.3")
     with pytest.raises(ValueError, match=r"flash-attn 2\.6\.3 is too old.*type: pip install"):
         select("flash", CUDA)
 
 
-def test_what_a_library_lacks_goes_to_the_next_kernel(flash_attn_version):
+def test_auto_is_flash_for_a_softcap(flash_attn_version):
     flash_attn_version("2.8.3")
     assert select("auto", replace(CUDA, softcap=True)).name == "flash"
-    for spec in (replace(CUDA, alibi=True), replace(CPU, softcap=True), replace(CPU, alibi=True)):
-        assert select("auto", spec).name == "reference"
-        told = KERNELS["sdpa"]().refuses(spec)
-        assert told and told.startswith("torch's flash kernels have no ")
 
 
-def test_auto_says_what_every_kernel_misses_when_none_can():
+@pytest.mark.parametrize(
+    "spec",
+    [replace(CUDA, alibi=True), replace(CPU, softcap=True), replace(CPU, alibi=True)],
+    ids=["alibi on cuda", "softcap on cpu", "alibi on cpu"],
+)
+def test_auto_is_reference_for_scores_that_the_libraries_lack(spec, flash_attn_version):
+    flash_attn_version("2.8.3")
+    assert select("auto", spec).name == "reference"
+    refusal = KERNELS["sdpa"]().refuses(spec)
+    assert refusal and refusal.startswith("torch's flash kernels have no ")
+
+
+def test_auto_names_what_each_kernel_lacks_if_none_can_run():
     with pytest.raises(ValueError, match="no kernel can run .*flash: .*sdpa: .*reference: "):
         select("auto", replace(CPU, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("typo, meant", [("spda", "sdpa"), ("Flash", "flash"), ("refrence", "ref")])
-def test_an_unknown_kernel_lists_the_names_and_the_nearest(typo, meant):
+@pytest.mark.parametrize(
+    "typo, nearest", [("spda", "sdpa"), ("Flash", "flash"), ("refrence", "ref")]
+)
+def test_an_unknown_kernel_is_refused_with_all_names_and_the_nearest(typo, nearest):
     with pytest.raises(ValueError) as raised:
         select(typo, CPU)
     assert "['auto', 'flash', 'sdpa', 'reference']" in str(raised.value)
-    assert f"did you mean '{meant}" in str(raised.value)
+    assert f"did you mean '{nearest}" in str(raised.value)
