@@ -79,7 +79,7 @@ def seen_by_flash_2(rows: int, keys: int, window: tuple[int, int]) -> Pairs:
 
 
 def seen_by_flash_3(rows: int, keys: int, window: tuple[int, int]) -> Pairs:
-    """What flash-attn 3 shows: it compares left bounds with the keys, right bounds with the rows."""
+    """What flash-attn 3 shows: it compares left bounds with keys, right bounds with rows."""
     left = inf if window[0] < 0 or window[0] >= keys - 1 else window[0]
     right = inf if window[1] < 0 or window[1] >= rows - 1 else window[1]
     return from_bottom_right(rows, keys, left, right)
