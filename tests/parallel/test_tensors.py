@@ -1,8 +1,6 @@
-"""Tensors as users hand them in and use them afterwards: any strides, written into, uneven."""
+"""Tensors of any strides, results written into, shards of uneven lengths: gradients are exact."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ ORDERS = {  # of (b, s, h, d) in memory, slowest first
     "tokens fastest, as a convolution leaves them": (0, 2, 3, 1),
     "heads fastest": (0, 1, 3, 2),
 }
-PLANS = {
+CONFIGS = {
     "ring": {"route": "ring"},
     "mesh": {"route": {"name": "mesh", "rows": 2, "cols": 1}},
     "queries walk": {"route": "ring", "backward_moves": "queries"},
@@ -29,133 +27,138 @@ PLANS = {
 }
 
 
-def parallel(comm, **words):
-    return SequenceParallel(SequenceParallelConfig(sequence_parallel_size=comm.size, **words), comm)
+def parallel(comm, **options):
+    config = SequenceParallelConfig(sequence_parallel_size=comm.size, **options)
+    return SequenceParallel(config, comm)
 
 
 def draw(dtype=torch.float64):
+    """q, k, v and dout of the whole sequence."""
     random = torch.Generator().manual_seed(0)
     shape = 1, SEQLEN, HEADS, HEAD_DIM
     return [torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for _ in range(4)]
 
 
 def laid_out(x, order):
-    """x with its dimensions in this order in memory."""
-    back = [order.index(dim) for dim in range(x.dim())]
-    return x.permute(order).contiguous().permute(back)
+    """x with its dimensions in this order in memory, slowest first."""
+    inverse = [order.index(dim) for dim in range(x.dim())]
+    return x.permute(order).contiguous().permute(inverse)
 
 
-def worst_error(comm, words, order):
-    """Of out, dq, dk, dv in float64, all tensors laid out so."""
-    sp = parallel(comm, **words)
+def worst_error(comm, options, order):
+    """Of out, dq, dk and dv in float64; q, k, v and dout have this order in memory."""
+    sp = parallel(comm, **options)
     q, k, v, dout = (laid_out(sp.shard(x), order) for x in draw())
     local = [x.requires_grad_() for x in (q, k, v)]
     out = sp.attention(*local, causal=True)
-    found = [out, *torch.autograd.grad(out, local, dout)]
-    whole = [x.requires_grad_() for x in draw()[:3]]
-    right = dense_attention(*whole, make_mask(causal=True), HEAD_DIM**-0.5)
-    wanted = [right, *torch.autograd.grad(right, whole, draw()[3])]
-    pairs = zip(found, map(sp.shard, wanted), strict=True)
+    actual = [out, *torch.autograd.grad(out, local, dout)]
+    q, k, v, dout = draw()
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    dense = dense_attention(*inputs, make_mask(causal=True), HEAD_DIM**-0.5)
+    expected = [dense, *torch.autograd.grad(dense, inputs, dout)]
+    pairs = zip(actual, map(sp.shard, expected), strict=True)
     return largest((a - b).abs().max().item() for a, b in pairs)
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=list(ORDERS))
-@pytest.mark.parametrize("words", PLANS.values(), ids=list(PLANS))
-def test_any_order_in_memory(words, order):
-    assert largest(run_threads(2, worst_error, words, order)) < 1e-10
-
-
-def sum_of_out(comm, dtype):
-    """Gradients of out.sum(), whose own gradient is one number expanded; and of ones."""
-    sp = parallel(comm, route="ring")
-    q, k, v = (sp.shard(x).requires_grad_() for x in draw(dtype)[:3])
-    out = sp.attention(q, k, v)
-    expanded = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
-    plain = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-    return all(map(torch.equal, expanded, plain))
+@pytest.mark.parametrize("options", CONFIGS.values(), ids=list(CONFIGS))
+def test_attention_is_exact_for_any_order_in_memory(options, order):
+    assert largest(run_threads(2, worst_error, options, order)) < 1e-10
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_an_expanded_gradient(dtype):
-    assert all(run_threads(2, sum_of_out, dtype))
+def test_expanded_gradient_gives_the_gradients_of_a_dense_one(dtype):
+    """out.sum() sends back one number expanded to the shape of out."""
 
+    def rank(comm):
+        sp = parallel(comm, route="ring")
+        q, k, v = (sp.shard(x).requires_grad_() for x in draw(dtype)[:3])
+        out = sp.attention(q, k, v)
+        actual = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+        expected = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        assert all(map(torch.equal, actual, expected))
 
-def write_into(comm, layout):
-    """Gradients through shards and wholes that are written into, and through copies of them."""
-    sp = parallel(comm, route="ring", layout=layout)
-    x = draw()[0].requires_grad_()
-
-    def forward(result):
-        return result(sp.unshard(result(sp.shard(x)).mul_(2))).mul_(4)
-
-    found, wanted = forward(lambda y: y), forward(torch.clone)
-    grads = [torch.autograd.grad((y * y).sum(), x)[0] for y in (found, wanted)]
-    return torch.equal(found, wanted) and torch.equal(*grads)
+    run_threads(2, rank)
 
 
 @pytest.mark.parametrize("layout", ("contiguous", "zigzag"))
-def test_shards_and_wholes_may_be_written_into(layout):
-    assert all(run_threads(4, write_into, layout))
+def test_writing_into_shards_and_gathered_tensors_gives_the_gradients_of_copies(layout):
+    def rank(comm):
+        sp = parallel(comm, route="ring", layout=layout)
+        x = draw()[0].requires_grad_()
 
+        def shard_and_unshard(before_writing):
+            local = before_writing(sp.shard(x)).mul_(2)
+            return before_writing(sp.unshard(local)).mul_(4)
 
-def write_into_output(comm, words, dtype):
-    """The backward needs the output: writing into it must be refused, not give wrong gradients."""
-    sp = parallel(comm, **words)
-    q, k, v = (sp.shard(x).requires_grad_() for x in draw(dtype)[:3])
-    wanted = torch.autograd.grad(3 * sp.attention(q, k, v).sum(), q)[0]
-    try:
-        out = sp.attention(q, k, v).mul_(3)
-        return torch.equal(torch.autograd.grad(out.sum(), q)[0], wanted)
-    except RuntimeError as error:
-        return "inplace" in str(error)
+        actual, expected = shard_and_unshard(lambda y: y), shard_and_unshard(torch.clone)
+        assert torch.equal(actual, expected)
+        grads = [torch.autograd.grad((y * y).sum(), x)[0] for y in (actual, expected)]
+        assert torch.equal(*grads)
+
+    run_threads(4, rank)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("words", PLANS.values(), ids=list(PLANS))
-def test_writing_into_the_output_never_gives_wrong_gradients(words, dtype):
-    assert all(run_threads(2, write_into_output, words, dtype))
+@pytest.mark.parametrize("options", CONFIGS.values(), ids=list(CONFIGS))
+def test_writing_into_the_output_never_gives_wrong_gradients(options, dtype):
+    """Where the backward reads the output, it raises instead."""
 
+    def rank(comm):
+        sp = parallel(comm, **options)
+        q, k, v = (sp.shard(x).requires_grad_() for x in draw(dtype)[:3])
+        (expected,) = torch.autograd.grad(3 * sp.attention(q, k, v).sum(), q)
+        try:
+            out = sp.attention(q, k, v).mul_(3)
+            (actual,) = torch.autograd.grad(out.sum(), q)
+        except RuntimeError as error:
+            assert "inplace" in str(error)
+        else:
+            assert torch.equal(actual, expected)
 
-def shares_memory(comm, layout):
-    sp = parallel(comm, route="ring", layout=layout)
-    whole = torch.zeros(1, SEQLEN, 3)
-    shard = sp.shard(whole)
-    shard += 1
-    return shard.untyped_storage().nbytes() != shard.nbytes or bool(whole.any())
+    run_threads(2, rank)
 
 
 @pytest.mark.parametrize("layout", ("contiguous", "zigzag"))
-def test_a_shard_is_a_tensor_of_its_own(layout):
+def test_a_shard_is_a_copy(layout):
     """A view would keep the whole sequence in memory, and writing into it would change that."""
-    assert not any(run_threads(4, shares_memory, layout))
+
+    def rank(comm):
+        sp = parallel(comm, route="ring", layout=layout)
+        sequence = torch.zeros(1, SEQLEN, 3)
+        shard = sp.shard(sequence)
+        shard += 1
+        assert shard.untyped_storage().nbytes() == shard.nbytes
+        assert not sequence.any()
+
+    run_threads(4, rank)
 
 
-def join_several(comm, lengths):
-    """Shards of sequences of these lengths, joined without passing headers through the host."""
-    comm.on_host = False
-    sp = parallel(comm, route="ring", layout="contiguous")
-    wholes = [torch.arange(float(length))[None] for length in lengths]
-    return all(torch.equal(sp.unshard(sp.shard(x)), x) for x in wholes)
-
-
-def test_shards_whose_lengths_change_on_some_ranks_only(monkeypatch):
-    """16 and 17 tokens have the same rows on one of the ranks."""
+def test_unshard_notices_a_length_that_changes_on_some_ranks_only(monkeypatch):
+    """16 and 17 tokens have equally many rows on one of two ranks; no headers pass the host."""
     monkeypatch.setattr(Communicator, "small_message_device", lambda comm, x: x.device)
-    assert all(run_threads(2, join_several, (16, 17, 16, 17)))
 
+    def rank(comm):
+        comm.on_host = False
+        sp = parallel(comm, route="ring", layout="contiguous")
+        for length in (16, 17, 16, 17):
+            x = torch.arange(float(length))[None]
+            assert torch.equal(sp.unshard(sp.shard(x)), x)
 
-def under_autocast(comm, kernel):
-    sp = parallel(comm, route="ring", kernel=kernel)
-    attend = partial(sp.attention, causal=True)
-    local = [sp.shard(x).requires_grad_() for x in draw(torch.float32)[:3]]
-    plain = attend(*local)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = attend(*local)
-        grads = torch.autograd.grad(out.sum(), local)
-    wanted = [plain, *torch.autograd.grad(plain.sum(), local)]
-    return all(map(torch.equal, [out, *grads], wanted))
+    run_threads(2, rank)
 
 
 @pytest.mark.parametrize("kernel", ("reference", "sdpa"))
-def test_autocast_changes_nothing_inside(kernel):
-    assert all(run_threads(2, under_autocast, kernel))
+def test_autocast_does_not_change_the_dtype_of_attention(kernel):
+    def rank(comm):
+        sp = parallel(comm, route="ring", kernel=kernel)
+        local = [sp.shard(x).requires_grad_() for x in draw(torch.float32)[:3]]
+        expected = sp.attention(*local, causal=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            actual = sp.attention(*local, causal=True)
+            grads = torch.autograd.grad(actual.sum(), local)
+        expected_grads = torch.autograd.grad(expected.sum(), local)
+        assert torch.equal(actual, expected)
+        assert all(map(torch.equal, grads, expected_grads))
+
+    run_threads(2, rank)
