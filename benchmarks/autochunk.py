@@ -19,39 +19,11 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import autochunk_models as models
 import torch
-from autochunk_longest import (
-    ANY,
-    CAP_HEAD,
-    CAPPED,
-    GPU_HEAD,
-    LONGER,
-    LONGER_HEAD,
-    ON_GPU,
-    capped_rows,
-    gpu_cells,
-    longer_cells,
-)
-from autochunk_models import (
-    MIB,
-    WIDE,
-    Made,
-    chunk_layers,
-    device_peak,
-    evoformer,
-    gpt2,
-    llama,
-    made,
-    measured_peak,
-    mib,
-    tensors,
-    tile_mlps,
-    unet,
-    unet_condition,
-    unet_default,
-    vit,
-)
-from measure import attempt, cores_and_load, cpu_name
+from autochunk_longest import ANY_SLOWDOWN, MAX_SLOWDOWN, a100_table, capped_table, small_table
+from autochunk_models import MIB, WIDE, ModelAndInputs, mib
+from measure import attempt, cores_and_load, cpu_name, cuda_seconds, print_head, print_row
 from torch import nn
 
 from wf_backends.autochunk import BudgetError, autochunk
@@ -68,43 +40,50 @@ PARTS = {"cpu": ("models", "budgets", "longest", "gpu"), "cuda": ("models", "cap
 class Case:
     """A model at a size, made by `make(size, fused)`.
 
-    by_hand: functions that change the model as people do by hand, by name. budgets: by name; an int
-    is bytes (any slowdown is allowed), a float a share of the peak (at most 10 % slower).
+    by_hand: by name, functions that change the model as people do by hand. budgets: by name, the
+    memory of a plan: an int in bytes (with any slowdown), a float as a share of the unchunked peak
+    or None for the least memory (both at most 10 % slower).
     """
 
     name: str
     size: int
-    make: Callable[[int, bool], Made]
+    make: Callable[[int, bool], ModelAndInputs]
     by_hand: Mapping[str, Callable[[nn.Module], None]] = field(default_factory=dict)
     budgets: Mapping[str, float | None] = field(default_factory=SHARES.copy)
 
 
-MLPS = {"MLPs in 8 tiles by hand": tile_mlps}
-LAYERS = {"chunk_layer by hand": chunk_layers}
+MLPS = {"MLPs in 8 tiles by hand": models.tile_mlps}
+LAYERS = {"chunk_layer by hand": models.chunk_layers}
 CASES = (
-    Case("GPT-2, 2,048 tokens", 2048, gpt2, MLPS),
-    Case("Llama, 2,048 tokens", 2048, llama, MLPS),
-    Case("ViT-large (2 layers), 384 x 384", 384, vit),
-    Case("Evoformer block, 64 residues", 64, evoformer, LAYERS),
-    Case("UNet2D, 64 x 64", 64, unet),
-    Case("UNet2DCondition, 64 x 64", 64, unet_condition),
+    Case("GPT-2, 2,048 tokens", 2048, models.gpt2, MLPS),
+    Case("Llama, 2,048 tokens", 2048, models.llama, MLPS),
+    Case("ViT-large (2 layers), 384 x 384", 384, models.vit),
+    Case("Evoformer block, 64 residues", 64, models.evoformer, LAYERS),
+    Case("UNet2D, 64 x 64", 64, models.unet),
+    Case("UNet2DCondition, 64 x 64", 64, models.unet_condition),
 )
 GPU_CASES = (
-    Case("GPT-2, 16,384 tokens", 16384, partial(gpt2, **WIDE), MLPS),
-    Case("Llama, 16,384 tokens", 16384, partial(llama, **WIDE), MLPS),
-    Case("ViT-large (2 layers), 1,536 x 1,536", 1536, vit),
-    Case("Evoformer block, 512 residues", 512, evoformer, LAYERS),
-    Case("UNet2D, 256 x 256", 256, unet),
-    Case("UNet2DCondition, 128 x 128", 128, unet_condition),
+    Case("GPT-2, 16,384 tokens", 16384, partial(models.gpt2, **WIDE), MLPS),
+    Case("Llama, 16,384 tokens", 16384, partial(models.llama, **WIDE), MLPS),
+    Case("ViT-large (2 layers), 1,536 x 1,536", 1536, models.vit),
+    Case("Evoformer block, 512 residues", 512, models.evoformer, LAYERS),
+    Case("UNet2D, 256 x 256", 256, models.unet),
+    Case("UNet2DCondition, 128 x 128", 128, models.unet_condition),
 )
-# ColossalAI's test forms
-COLOSSALAI = tuple(
-    Case(name, size, make, {}, {"the least": None} | {f"within {n} MiB": n * MIB for n in budgets})
+# ColossalAI's test forms, with budgets in MiB
+COLOSSALAI_CASES = tuple(
+    Case(
+        name,
+        size,
+        make,
+        budgets={"the least": None}
+        | {f"within {mebibytes} MiB": mebibytes * MIB for mebibytes in budgets},
+    )
     for name, size, make, budgets in (
-        ("GPT-2, 96 wide, 512 tokens", 512, partial(gpt2, width=96, heads=4), (6, 8)),
-        ("ViT-large (2 layers), 384 x 384", 384, vit, (32, 40)),
-        ("UNet2D of default width, 64 x 64", 64, unet_default, (150, 300)),
-        ("Evoformer, 32 x 64", 64, evoformer, (20, 24)),
+        ("GPT-2, 96 wide, 512 tokens", 512, partial(models.gpt2, width=96, heads=4), (6, 8)),
+        ("ViT-large (2 layers), 384 x 384", 384, models.vit, (32, 40)),
+        ("UNet2D of default width, 64 x 64", 64, models.unet_default, (150, 300)),
+        ("Evoformer, 32 x 64", 64, models.evoformer, (20, 24)),
     )
 )
 
@@ -117,32 +96,40 @@ def cpu_seconds(model: nn.Module, kwargs: dict[str, Any]) -> float:
 
 
 def device_seconds(model: nn.Module, kwargs: dict[str, Any]) -> float:
-    """Seconds between two CUDA events."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.no_grad():
-        torch.cuda.synchronize()
-        start.record()
-        model(**kwargs)
-        end.record()
-        end.synchronize()
-    return 1e-3 * start.elapsed_time(end)
+        return cuda_seconds(partial(model, **kwargs))
 
 
 def device_bytes(model: nn.Module, kwargs: dict[str, Any]) -> int:
     with torch.no_grad():
-        return device_peak(partial(model, **kwargs)).requested
+        return models.device_peak(partial(model, **kwargs)).requested
 
 
 @dataclass(frozen=True)
 class Meter:
-    """How to measure the peak (bytes) and the seconds of a run; device and dtype of the model."""
+    """How to measure the peak (bytes) and the seconds of a run.
 
-    peak: Callable[[nn.Module, dict[str, Any]], int] = measured_peak
+    placement: device and dtype of the model, as arguments of `models.build`.
+    """
+
+    peak: Callable[[nn.Module, dict[str, Any]], int] = models.measured_peak
     seconds: Callable[[nn.Module, dict[str, Any]], float] = cpu_seconds
     placement: Mapping[str, Any] = field(default_factory=dict)
 
 
 def main() -> None:
+    args = parse()
+    if args.device == "cuda":
+        print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
+        for name in args.dtypes:
+            gpu_tables(args, getattr(torch, name))
+    else:
+        torch.set_num_threads(1)
+        print(f"torch {torch.__version__}, {cpu_name()}, one thread; {cores_and_load()} before.")
+        cpu_tables(args)
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each")
     parser.add_argument("--only", default="", help="rows whose name holds this")
@@ -154,64 +141,49 @@ def main() -> None:
     gpu.add_argument("--cap", type=float, default=20, help="GB that the second table may take")
     args = parser.parse_args()
     args.parts = args.parts or PARTS[args.device]
-    if args.device == "cuda":
-        print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
-        for name in args.dtypes:
-            gpu_tables(args, getattr(torch, name))
-        return
-    torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {cpu_name()}, one thread; {cores_and_load()} before.")
+    return args
+
+
+def cpu_tables(args: argparse.Namespace) -> None:
     if "models" in args.parts:
-        table(HEAD)
-        for case in (c for c in CASES if args.only in c.name):
+        print()
+        print_head(*HEAD)
+        for case in (case for case in CASES if args.only in case.name):
             for fused in (False, True):
-                rows(case, fused, Meter(), args.repeats)
+                print_case(case, fused, Meter(), args.repeats)
     if "budgets" in args.parts:
-        print("\nColossalAI's budgets, eager attention:")
-        table(HEAD)
-        for case in (c for c in COLOSSALAI if args.only in c.name):
-            rows(case, False, Meter(), args.repeats)
+        print("\nColossalAI's budgets, eager attention:\n")
+        print_head(*HEAD)
+        for case in (case for case in COLOSSALAI_CASES if args.only in case.name):
+            print_case(case, False, Meter(), args.repeats)
     if "longest" in args.parts:
-        print("\nThe longest sequence within what the unchunked model needs at the first length:")
-        table(LONGER_HEAD)
-        for case in (c for c in LONGER if args.only in c.name):
-            row(*longer_cells(case))
+        small_table(args.only)
     if "gpu" in args.parts:
-        print("\nThe longest sequence within 80 GB, weights and inputs included:")
-        table(GPU_HEAD)
-        for case in (c for c in ON_GPU if args.only in c.name):
-            row(*gpu_cells(case))
+        a100_table(args.only)
 
 
 def gpu_tables(args: argparse.Namespace, dtype: torch.dtype) -> None:
-    """Print the tables of a dtype; a row that fails prints its traceback."""
+    """Print the tables of a dtype; a case that fails prints its traceback."""
     meter = Meter(device_bytes, device_seconds, {"device": "cuda", "dtype": dtype})
     start = time.perf_counter()
     rates = measure_rates(torch.device("cuda"), dtype)
     print(f"\n{dtype}; measured in {time.perf_counter() - start:.1f} s: {rates}", flush=True)
     if "models" in args.parts:
-        table(HEAD)
-        for case in (c for c in GPU_CASES if args.only in c.name):
+        print()
+        print_head(*HEAD)
+        for case in (case for case in GPU_CASES if args.only in case.name):
             for fused in (False, True):
-                attempt(partial(rows, case, fused, meter, args.repeats))
+                attempt(partial(print_case, case, fused, meter, args.repeats))
     if "capped" in args.parts:
-        print(f"\nWithin {args.cap:g} GB, weights and inputs included:")
-        table(CAP_HEAD)
-        for capped in (c for c in CAPPED if args.only in c.name):
-            attempt(partial(capped_rows, capped, dtype, int(args.cap * 1e9), rates, row))
-
-
-def table(head: tuple[str, ...]) -> None:
-    print(f"\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
-
-
-def row(*cells: object) -> None:
-    print(f"| {' | '.join(str(cell) for cell in cells)} |", flush=True)
+        capped_table(args.only, dtype, int(args.cap * 1e9), rates)
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """An unchanged model, with which changed ones are compared."""
+    """An unchanged model, with which changed ones are compared.
+
+    names: the first two cells of its rows, the model and its attention.
+    """
 
     names: tuple[str, str]
     model: nn.Module
@@ -221,55 +193,63 @@ class Baseline:
     repeats: int
 
 
-def rows(case: Case, fused: bool, meter: Meter, repeats: int) -> None:
+def print_case(case: Case, fused: bool, meter: Meter, repeats: int) -> None:
     """Print rows of the model as it is, chunked to each budget, and changed by hand."""
-    model, kwargs = made(case.make, case.size, fused, **meter.placement)
+    model, kwargs = models.build(case.make, case.size, fused, **meter.placement)
     names = case.name, "fused" if fused else "eager"
     baseline = Baseline(names, model, kwargs, meter.peak(model, kwargs), meter, repeats)
     unchunked = unchunked_peak(model, (), kwargs)
-    row(*names, "as it is", mib(unchunked), mib(baseline.peak), *[""] * 5)
+    print_row(*names, "as it is", mib(unchunked), mib(baseline.peak), *[""] * 5)
     for how, memory in case.budgets.items():
         start = time.process_time()
-        max_slowdown = ANY if isinstance(memory, int) else 0.1
+        max_slowdown = ANY_SLOWDOWN if isinstance(memory, int) else MAX_SLOWDOWN
         try:
             chunked = autochunk(model, (), kwargs, memory, max_slowdown)
         except BudgetError:
-            row(*names, how, "no plan fits", *[""] * 6)
+            print_row(*names, how, "no plan fits", *[""] * 6)
             continue
         search_s = time.process_time() - start
         plan = chunked.plan
         predicted = (mib(plan.peak), f"{plan.slowdown:+.1%}", f"{search_s:.1f}")
-        report(baseline, how, chunked, predicted)
+        print_changed(baseline, how, chunked, predicted)
     for how, change in case.by_hand.items():
-        changed, _ = made(case.make, case.size, fused, **meter.placement)
+        changed, _ = models.build(case.make, case.size, fused, **meter.placement)
         change(changed)
-        report(baseline, how, changed, ("", "", ""))
+        print_changed(baseline, how, changed, ("", "", ""))
 
 
-def report(baseline: Baseline, how: str, other: nn.Module, predicted: tuple[str, str, str]) -> None:
-    """Print a row about `other`, compared with the baseline.
+def print_changed(
+    baseline: Baseline, how: str, changed: nn.Module, predicted: tuple[str, str, str]
+) -> None:
+    """Print the row of a changed model, compared with the baseline.
 
     Args:
         predicted: peak in MiB, slowdown, seconds of the search.
     """
-    peak = baseline.meter.peak(other, baseline.kwargs)
+    peak = baseline.meter.peak(changed, baseline.kwargs)
     predicted_peak, predicted_slowdown, search_s = predicted
     cells = [predicted_peak, mib(peak), f"{1 - peak / baseline.peak:.0%}", predicted_slowdown]
-    cells += [f"{slowdown(baseline, other):+.1%}", f"{difference(baseline, other):.1g}", search_s]
-    row(*baseline.names, how, *cells)
+    cells += [f"{slowdown(baseline, changed):+.1%}", f"{difference(baseline, changed):.1g}"]
+    cells += [search_s]
+    print_row(*baseline.names, how, *cells)
 
 
-def slowdown(baseline: Baseline, other: nn.Module) -> float:
-    """Time of `other` / time of the baseline - 1, the median over alternating runs."""
-    seconds: Callable[[nn.Module], float] = partial(baseline.meter.seconds, kwargs=baseline.kwargs)
-    turns = [(seconds(baseline.model), seconds(other)) for _ in range(baseline.repeats + 1)]
-    return median(b / a for a, b in turns[1:]) - 1
+def slowdown(baseline: Baseline, changed: nn.Module) -> float:
+    """Time of `changed` / time of the baseline - 1, the median over alternating runs."""
+    seconds, kwargs = baseline.meter.seconds, baseline.kwargs
+    ratios: list[float] = []
+    for _ in range(baseline.repeats + 1):
+        before = seconds(baseline.model, kwargs)
+        ratios.append(seconds(changed, kwargs) / before)
+    return median(ratios[1:]) - 1  # the first is a warm-up
 
 
-def difference(baseline: Baseline, other: nn.Module) -> float:
-    """The largest difference of outputs, relative to the largest value."""
+def difference(baseline: Baseline, changed: nn.Module) -> float:
+    """The largest difference of outputs, relative to the largest value of each output."""
     with torch.no_grad():
-        pairs = zip(*(tensors(x(**baseline.kwargs)) for x in (other, baseline.model)), strict=True)
+        outputs = models.tensors(changed(**baseline.kwargs))
+        expected = models.tensors(baseline.model(**baseline.kwargs))
+        pairs = zip(outputs, expected, strict=True)
         return max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
 
 

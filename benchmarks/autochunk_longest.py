@@ -1,4 +1,7 @@
-"""The longest sequences of benchmarks/autochunk.py, found by bisection on fake tensors."""
+"""The longest sequences of benchmarks/autochunk.py, found by bisection on fake tensors.
+
+A length is in the unit of AutoChunk's paper: tokens, or the side of a picture or of a protein.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,11 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import autochunk_models as models
 import torch
 import transformers
-from autochunk_models import (
-    WIDE,
-    Made,
-    device_peak,
-    evoformer,
-    gpt2,
-    llama,
-    made,
-    measured_peak,
-    mib,
-    tensors,
-    unet,
-    unet_condition,
-    vit,
-)
+from autochunk_models import ModelAndInputs
+from measure import attempt, print_head, print_row
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -40,22 +31,24 @@ from wf_backends.autochunk import (
 )
 from wf_backends.graph import unchunked_peak
 
-ANY = float("inf")  # slowdown
-LONGER_HEAD = ("model", "attention", "unchunked", "MiB", "chunked", "times", "elements, times")
-LONGER_HEAD += ("slowdown", "real run MiB")
-GPU_HEAD = ("model", "attention", "unchunked", "chunked", "times", "elements, times", "slowdown")
-GPU_HEAD += ("weights GB", "most slices")
-CAP_HEAD = ("model", "attention", "how", "length", "planned GB", "measured GB", "in blocks", "ran")
-Budget = Callable[[nn.Module, dict[str, Any]], int]  # bytes for the activations of a call
+ANY_SLOWDOWN = float("inf")
+MAX_SLOWDOWN = 0.1
+PRECISION = 0.06  # of a longest length, relative to it
+A100_BYTES = 80 * 10**9  # the paper's GPU
+RESERVED = 0.05  # share of a cap: for workspaces, and blocks of the allocator that are not full
+Budget = Callable[[nn.Module, dict[str, Any]], int]  # (model, inputs) -> bytes for activations
 
 
 @dataclass(frozen=True)
-class Longer:
-    """How much longer: the model by its length in the paper's unit, of which the model has length
-    to the power of `dims` elements; a length that fits unchunked; whether a real run is made."""
+class LengthCase:
+    """A model whose longest sequence is searched.
+
+    make: the model and its inputs, from the length and `fused`. length: a length that fits without
+    slices. dims: the model has length ** dims elements. confirm: also run the longest sequence.
+    """
 
     name: str
-    make: Callable[[int, bool], Made]
+    make: Callable[[int, bool], ModelAndInputs]
     length: int
     fused: bool
     dims: int = 1
@@ -63,166 +56,189 @@ class Longer:
 
     @property
     def names(self) -> tuple[str, str]:
+        """The first two cells of a row: the model, and its attention."""
         return self.name, "fused" if self.fused else "eager"
 
-    def made(self, length: int, **where: Any) -> Made:
-        return made(self.make, length, self.fused, **where)
+    def build(self, length: int, **placement: Any) -> ModelAndInputs:
+        return models.build(self.make, length, self.fused, **placement)
 
-    def fake(self, length: int, dtype: torch.dtype = torch.float32, **where: Any) -> Made:
-        """On fake tensors, which cannot be cast: they are made in the dtype."""
-        before = torch.get_default_dtype()
+    def build_fake(
+        self, length: int, dtype: torch.dtype = torch.float32, **placement: Any
+    ) -> ModelAndInputs:
+        """The same on fake tensors. They cannot be cast, so they are created in `dtype`."""
+        default = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
             with FakeTensorMode(), without_init():
-                return self.made(length, **where)
+                return self.build(length, **placement)
         finally:
-            torch.set_default_dtype(before)
+            torch.set_default_dtype(default)
+
+    def growth(self, short: int, long: int) -> tuple[str, str]:
+        """How many times as long `long` is as `short`, and how many times the elements it has."""
+        return f"{long / short:.1f}", f"{(long / short) ** self.dims:.1f}"
 
 
-LONGER = (
-    Longer("GPT-2, tokens", gpt2, 1024, False, confirm=True),
-    Longer("GPT-2, tokens", gpt2, 1024, True),
-    Longer("Llama, tokens", llama, 1024, False, confirm=True),
-    Longer("ViT-large, pixels of a side", vit, 384, False, dims=2),
-    Longer("ViT-large, pixels of a side", vit, 768, False, dims=2),
-    Longer("Evoformer, residues", evoformer, 48, False, dims=2, confirm=True),
-    Longer("Evoformer, residues", evoformer, 512, False, dims=2),
+SMALL_CASES = (
+    LengthCase("GPT-2, tokens", models.gpt2, 1024, False, confirm=True),
+    LengthCase("GPT-2, tokens", models.gpt2, 1024, True),
+    LengthCase("Llama, tokens", models.llama, 1024, False, confirm=True),
+    LengthCase("ViT-large, pixels of a side", models.vit, 384, False, dims=2),
+    LengthCase("ViT-large, pixels of a side", models.vit, 768, False, dims=2),
+    LengthCase("Evoformer, residues", models.evoformer, 48, False, dims=2, confirm=True),
+    LengthCase("Evoformer, residues", models.evoformer, 512, False, dims=2),
 )
-WITHIN = 0.06  # of the longest
-GPU = 80 * 10**9  # bytes: the paper's A100
-ON_GPU = tuple(
-    Longer(name, make, length, fused, dims)
+A100_CASES = tuple(
+    LengthCase(name, make, length, fused, dims)
     for name, make, length, dims in (
-        ("GPT-2, tokens", gpt2, 16384, 1),
-        ("Llama, tokens", llama, 16384, 1),
-        ("ViT-large, pixels of a side", vit, 1024, 2),
-        ("Evoformer, residues", evoformer, 512, 2),
-        ("UNet2D, pixels of a side", unet, 128, 2),
-        ("UNet2DCondition, pixels of a side", unet_condition, 128, 2),
+        ("GPT-2, tokens", models.gpt2, 16384, 1),
+        ("Llama, tokens", models.llama, 16384, 1),
+        ("ViT-large, pixels of a side", models.vit, 1024, 2),
+        ("Evoformer, residues", models.evoformer, 512, 2),
+        ("UNet2D, pixels of a side", models.unet, 128, 2),
+        ("UNet2DCondition, pixels of a side", models.unet_condition, 128, 2),
     )
     for fused in (False, True)
 )
-CAPPED = (
-    Longer("GPT-2, tokens", partial(gpt2, **WIDE), 4096, False),
-    Longer("Evoformer, residues", evoformer, 256, False, dims=2),
+CAPPED_CASES = (
+    LengthCase("GPT-2, tokens", partial(models.gpt2, **models.WIDE), 4096, False),
+    LengthCase("Evoformer, residues", models.evoformer, 256, False, dims=2),
 )
-SPARE = 0.05  # of a cap: what the allocator loses to blocks, and workspaces
 
 
-def without_init() -> AbstractContextManager[Any]:
-    """Models of transformers get no weights."""
-    where = "initialization" if int(transformers.__version__[0]) >= 5 else "modeling_utils"
-    return import_module(f"transformers.{where}").no_init_weights()
+def small_table(only: str) -> None:
+    """The longest sequence within the memory that the model needs unchunked at `case.length`."""
+    print("\nThe longest sequence within what the unchunked model needs at the first length:\n")
+    head = ("model", "attention", "unchunked", "MiB", "chunked", "times", "elements, times")
+    print_head(*head, "slowdown", "real run MiB")
+    for case in (case for case in SMALL_CASES if only in case.name):
+        model, kwargs = case.build_fake(case.length)
+        memory = unchunked_peak(model, (), kwargs)
+        length, plan = longest_chunked(
+            case, lambda *_, memory=memory: memory, case.length, PRECISION, ANY_SLOWDOWN
+        )
+        slowdown = f"{plan.slowdown:+.1%}" if plan else ""
+        real_peak = ""
+        if case.confirm:
+            model, kwargs = case.build(length)
+            chunked = autochunk(model, (), kwargs, memory, ANY_SLOWDOWN)
+            real_peak = models.mib(models.measured_peak(chunked, kwargs))
+        growth = case.growth(case.length, length)
+        lengths = case.length, models.mib(memory), length
+        print_row(*case.names, *lengths, *growth, slowdown, real_peak)
 
 
-def without_weights(total: int) -> Budget:
-    """The budget that is left of `total` bytes after weights and inputs."""
-    return lambda model, kwargs: total - weights_and_inputs(model, kwargs)
+def a100_table(only: str) -> None:
+    """The longest sequence in the memory of the paper's GPU, without and with slices."""
+    print("\nThe longest sequence within 80 GB, weights and inputs included:\n")
+    head = ("model", "attention", "unchunked", "chunked", "times", "elements, times", "slowdown")
+    print_head(*head, "weights GB", "most slices")
+    budget = without_weights(A100_BYTES)
+    for case in (case for case in A100_CASES if only in case.name):
+        whole = longest_unchunked(case, budget)
+        length, plan = longest_chunked(
+            case, budget, whole, PRECISION / 2, MAX_SLOWDOWN, rates=Rates()
+        )
+        assert plan is not None
+        weights = f"{weights_and_inputs(*case.build_fake(length)) / 1e9:.1f}"
+        slices = max(region.chunks for region in plan.regions)
+        growth = case.growth(whole, length)
+        print_row(*case.names, whole, length, *growth, f"{plan.slowdown:+.1%}", weights, slices)
 
 
-def weights_and_inputs(model: nn.Module, kwargs: dict[str, Any]) -> int:
-    """Bytes."""
-    return sum(x.nbytes for x in (*model.parameters(), *model.buffers(), *tensors(kwargs)))
+def capped_table(only: str, dtype: torch.dtype, cap: int, rates: Rates) -> None:
+    """Run the longest sequences within `cap` bytes of this GPU; a case that fails is reported."""
+    print(f"\nWithin {cap / 1e9:g} GB, weights and inputs included:\n")
+    head = ("model", "attention", "how", "length", "planned GB", "measured GB", "in blocks", "ran")
+    print_head(*head)
+    for case in (case for case in CAPPED_CASES if only in case.name):
+        attempt(partial(capped_rows, case, dtype, cap, rates))
 
 
-def longest_whole(case: Longer, budget: Budget, **where: Any) -> int:
-    """The longest sequence that fits without slices."""
+def capped_rows(case: LengthCase, dtype: torch.dtype, cap: int, rates: Rates) -> None:
+    """Run the longest unchunked and chunked lengths that should fit.
 
-    def fits(length: int) -> bool:
-        model, kwargs = case.fake(length, **where)
-        return unchunked_peak(model, (), kwargs) <= budget(model, kwargs)
-
-    return longest(fits, case.length // 16, case.length, WITHIN / 2)
-
-
-def longest_sliced(
-    case: Longer, budget: Budget, known: int, within: float, *rates: Any, **where: Any
-) -> tuple[int, ChunkPlan | None]:
-    """The longest sequence that fits in slices, and its plan; `known` fits without slices.
-
-    Args:
-        rates: the largest slowdown, and of the device that is to run it; see `memory_profiles`.
+    The unchunked model at 1.1 times its longest length is to run out of memory.
     """
-    plans: dict[int, ChunkPlan] = {}
-
-    def fits(length: int) -> bool:
-        model, kwargs = case.fake(length, **where)
-        try:
-            memory = max(1, budget(model, kwargs))
-            plans[length] = memory_profiles(model, kwargs, memory, *rates).plan
-        except BudgetError:
-            return False
-        return True
-
-    longest_length = longest(fits, case.length // 16, known, within)
-    return longest_length, plans.get(longest_length)
-
-
-def times(case: Longer, whole: int, longest_length: int) -> tuple[str, str]:
-    """How much longer, and how many times the elements."""
-    return f"{longest_length / whole:.1f}", f"{(longest_length / whole) ** case.dims:.1f}"
-
-
-def longer_cells(case: Longer) -> tuple[object, ...]:
-    """The longest sequence within what the model needs at its first length."""
-    model, kwargs = case.fake(case.length)
-    budget = unchunked_peak(model, (), kwargs)
-    longest_length, plan = longest_sliced(case, lambda *_: budget, case.length, WITHIN, ANY)
-    slower, real = f"{plan.slowdown:+.1%}" if plan else "", ""
-    if case.confirm:
-        model, kwargs = case.made(longest_length)
-        real = mib(measured_peak(autochunk(model, (), kwargs, budget, ANY), kwargs))
-    longer = times(case, case.length, longest_length)
-    return *case.names, case.length, mib(budget), longest_length, *longer, slower, real
-
-
-def gpu_cells(case: Longer) -> tuple[object, ...]:
-    """The longest sequence within a GPU's memory without and with slices, on fake tensors."""
-    budget = without_weights(GPU)
-    whole = longest_whole(case, budget)
-    longest_length, plan = longest_sliced(case, budget, whole, WITHIN / 2, 0.1, Rates())
-    assert plan is not None
-    held = f"{weights_and_inputs(*case.fake(longest_length)) / 1e9:.1f}"
-    slices = max(part.chunks for part in plan.regions)
-    slower = f"{plan.slowdown:+.1%}"
-    return (
-        *case.names,
-        whole,
-        longest_length,
-        *times(case, whole, longest_length),
-        slower,
-        held,
-        slices,
-    )
-
-
-def capped_rows(
-    case: Longer, dtype: torch.dtype, cap: int, rates: Rates, row: Callable[..., None]
-) -> None:
-    """The longest that the plan says fits, as it is and in slices, run within the cap of a GPU; and
-    that the model as it is runs out of memory at 1.1 times its own."""
-    budget = without_weights(int((1 - SPARE) * cap))
-    where: dict[str, Any] = {"device": "cuda", "dtype": dtype}
-    whole = longest_whole(case, budget, **where)
-    longest_length, _ = longest_sliced(case, budget, whole, WITHIN, 0.1, rates, **where)
+    budget = without_weights(int((1 - RESERVED) * cap))
+    placement: dict[str, Any] = {"device": "cuda", "dtype": dtype}
+    whole = longest_unchunked(case, budget, **placement)
+    length, _ = longest_chunked(case, budget, whole, PRECISION, MAX_SLOWDOWN, rates, **placement)
     beyond = -(-int(1.1 * whole) // 16) * 16
-    with _cap(cap):
-        for how, length, sliced in (
-            ("as it is", whole, False),
-            ("as it is, 1.1 times that", beyond, False),
-            (f"in slices, {longest_length / whole:.1f} times", longest_length, True),
+    with _memory_cap(cap):
+        for how, tried_length, chunk_budget in (
+            ("as it is", whole, None),
+            ("as it is, 1.1 times that", beyond, None),
+            (f"in slices, {length / whole:.1f} times", length, budget),
         ):
-            cells = _run_within(case, length, budget if sliced else None, where)
-            row(*case.names, how, length, *cells)
+            cells = _run_within_cap(case, tried_length, chunk_budget, placement)
+            print_row(*case.names, how, tried_length, *cells)
             gc.collect()
             torch.cuda.empty_cache()
 
 
+def longest_unchunked(case: LengthCase, budget: Budget, **placement: Any) -> int:
+    """The longest sequence that fits without slices."""
+
+    def fits(length: int) -> bool:
+        model, kwargs = case.build_fake(length, **placement)
+        return unchunked_peak(model, (), kwargs) <= budget(model, kwargs)
+
+    return longest(fits, case.length // 16, case.length, PRECISION / 2)
+
+
+def longest_chunked(
+    case: LengthCase,
+    budget: Budget,
+    known: int,
+    precision: float,
+    max_slowdown: float,
+    rates: Rates | None = None,
+    **placement: Any,
+) -> tuple[int, ChunkPlan | None]:
+    """The longest sequence that fits in slices, and its plan (None if that is `known`).
+
+    Args:
+        known: a length that fits without slices.
+        precision: of the length, relative to it.
+        rates: of the device that is to run it; None = this one.
+    """
+    plans: dict[int, ChunkPlan] = {}
+
+    def fits(length: int) -> bool:
+        model, kwargs = case.build_fake(length, **placement)
+        try:
+            memory = max(1, budget(model, kwargs))
+            plans[length] = memory_profiles(model, kwargs, memory, max_slowdown, rates).plan
+        except BudgetError:
+            return False
+        return True
+
+    length = longest(fits, case.length // 16, known, precision)
+    return length, plans.get(length)
+
+
+def without_init() -> AbstractContextManager[Any]:
+    """A context in which models of transformers skip the initialization of their weights."""
+    module = "initialization" if int(transformers.__version__[0]) >= 5 else "modeling_utils"
+    return import_module(f"transformers.{module}").no_init_weights()
+
+
+def without_weights(total: int) -> Budget:
+    """The budget for activations: `total` bytes minus weights and inputs."""
+    return lambda model, kwargs: total - weights_and_inputs(model, kwargs)
+
+
+def weights_and_inputs(model: nn.Module, kwargs: dict[str, Any]) -> int:
+    """Bytes of the model's parameters and buffers, and of its inputs."""
+    return sum(x.nbytes for x in (*model.parameters(), *model.buffers(), *models.tensors(kwargs)))
+
+
 @contextmanager
-def _cap(count: int) -> Iterator[None]:
-    """Limit this process to `count` bytes of the GPU."""
+def _memory_cap(nbytes: int) -> Iterator[None]:
+    """Limit this process to `nbytes` of the GPU."""
     torch.cuda.empty_cache()
-    share = count / torch.cuda.get_device_properties(0).total_memory
+    share = nbytes / torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, share))
     try:
         yield
@@ -230,20 +246,25 @@ def _cap(count: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def _run_within(
-    case: Longer, length: int, budget: Budget | None, where: dict[str, Any]
-) -> tuple[object, ...]:
-    """Planned and measured GB with weights, and whether it ran."""
+def _run_within_cap(
+    case: LengthCase, length: int, budget: Budget | None, placement: dict[str, Any]
+) -> tuple[str, ...]:
+    """The cells: planned and measured GB with weights, measured GB in blocks, and whether it ran.
+
+    Args:
+        budget: for a chunked run; None = unchunked.
+    """
     planned = ""
     try:
-        model, kwargs = case.made(length, **where)
-        held = torch.cuda.memory_allocated()
+        model, kwargs = case.build(length, **placement)
+        before = torch.cuda.memory_allocated()
         if budget is not None:
             model = autochunk(model, (), kwargs, budget(model, kwargs))
-            planned = f"{(held + model.plan.peak) / 1e9:.2f}"
-            torch.cuda.empty_cache()  # what measuring the rates took
+            planned = f"{(before + model.plan.peak) / 1e9:.2f}"
+            torch.cuda.empty_cache()  # the memory in which rates were measured
         with torch.no_grad():
-            seen = device_peak(partial(model, **kwargs))
+            peak = models.device_peak(partial(model, **kwargs))
     except torch.OutOfMemoryError as error:
         return planned, "", "", f"out of memory: {str(error)[:60]}"
-    return planned, *(f"{(held + x) / 1e9:.2f}" for x in (seen.requested, seen.allocated)), "yes"
+    requested, allocated = ((before + x) / 1e9 for x in (peak.requested, peak.allocated))
+    return planned, f"{requested:.2f}", f"{allocated:.2f}", "yes"

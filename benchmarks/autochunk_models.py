@@ -1,5 +1,5 @@
-"""The models of benchmarks/autochunk.py with random weights, what people do by hand, and what a run
-needs."""
+"""The models of benchmarks/autochunk.py with random weights, changes that people make by hand, and
+the memory of a run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from wf_backends.graph import StorageTracker
 
 MIB = 1 << 20
 WIDE = {"width": 1024, "heads": 16}
-Made = tuple[nn.Module, dict[str, Any]]  # a model and the keyword arguments of a call
-BLOCKS = {  # a UNet of three resolutions with attention at the two lower ones
+ModelAndInputs = tuple[nn.Module, dict[str, Any]]  # inputs: the keyword arguments of a call
+UNET_SIZES = {  # a UNet of three resolutions with attention at the two lower ones
     "block_out_channels": (64, 128, 256),
     "layers_per_block": 1,
     "norm_num_groups": 32,
@@ -33,25 +33,28 @@ BLOCKS = {  # a UNet of three resolutions with attention at the two lower ones
 
 
 class BySlices(nn.Module):
-    """A module called on slices of its first argument along dimension 1; others are given whole.
+    """Calls a module on slices of its first argument along dimension 1; other arguments stay whole.
 
-    With `count` slices it is ALST's tiled MLP, with slices of `rows` OpenFold's chunk_layer.
+    Args:
+        num_slices: into how many slices, as in ALST's tiled MLP.
+        rows: the rows of a slice, as in OpenFold's chunk_layer. Give one of the two.
     """
 
-    def __init__(self, inner: nn.Module, count: int = 0, rows: int = 0) -> None:
+    def __init__(self, inner: nn.Module, num_slices: int = 0, rows: int = 0) -> None:
         super().__init__()
-        self.inner, self.count, self.rows = inner, count, rows
+        self.inner, self.num_slices, self.rows = inner, num_slices, rows
 
-    def forward(self, x: Tensor, *whole: Any) -> Tensor:
-        rows = self.rows or -(-x.shape[1] // self.count)
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        rows = self.rows or -(-x.shape[1] // self.num_slices)
         out = torch.empty_like(x)
-        for lo in range(0, x.shape[1], rows):
-            out[:, lo : lo + rows] = self.inner(x[:, lo : lo + rows], *whole)
+        for start in range(0, x.shape[1], rows):
+            stop = start + rows
+            out[:, start:stop] = self.inner(x[:, start:stop], *others)
         return out
 
 
 class OuterBySlices(nn.Module):
-    """An outer product mean, 4 residues of the left side at a time."""
+    """Computes an outer product mean for 4 residues of its left side at a time."""
 
     def __init__(self, inner: OuterProductMean) -> None:
         super().__init__()
@@ -61,19 +64,20 @@ class OuterBySlices(nn.Module):
         x = self.inner.norm(msa)
         left, right = self.inner.left(x), self.inner.right(x)
         parts = []
-        for some in left.split(4, dim=2):
-            outer = torch.einsum("bsic,bsjd->bijcd", some, right)
+        for left_slice in left.split(4, dim=2):
+            outer = torch.einsum("bsic,bsjd->bijcd", left_slice, right)
             parts.append(self.inner.out(outer.flatten(-2) / msa.shape[1]))
         return torch.cat(parts, 1)
 
 
 def tile_mlps(model: nn.Module) -> None:
-    """Every MLP in 8 tiles of the sequence."""
-    _wrap(model, ("mlp",), lambda inner: BySlices(inner, count=8))
+    """Compute every MLP in 8 tiles of the sequence."""
+    _wrap(model, ("mlp",), lambda inner: BySlices(inner, num_slices=8))
 
 
 def chunk_layers(model: nn.Module) -> None:
-    """Attentions, transitions and outer product of an Evoformer block by 4 rows, as AlphaFold."""
+    """Compute attentions, transitions and outer product of an Evoformer block 4 rows at a time, as
+    AlphaFold does."""
     _wrap(model, ("outer",), OuterBySlices)
     _wrap(
         model,
@@ -83,29 +87,33 @@ def chunk_layers(model: nn.Module) -> None:
 
 
 def _wrap(model: nn.Module, names: tuple[str, ...], wrap: Callable[..., nn.Module]) -> None:
-    for owner in list(model.modules()):
-        for name, inner in list(owner.named_children()):
+    """Replace every submodule with one of these names by `wrap(submodule)`."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
             if name in names:
-                setattr(owner, name, wrap(inner))
+                setattr(parent, name, wrap(child))
 
 
-def implementation(fused: bool) -> dict[str, Any]:
+def attention_implementation(fused: bool) -> dict[str, Any]:
     return {"attn_implementation": "sdpa" if fused else "eager"}
 
 
-def gpt2(tokens: int, fused: bool, width: int = 256, layers: int = 2, heads: int = 8) -> Made:
+def gpt2(
+    tokens: int, fused: bool, width: int = 256, layers: int = 2, heads: int = 8
+) -> ModelAndInputs:
     config = GPT2Config(
         n_embd=width,
         n_layer=layers,
         n_head=heads,
         vocab_size=1000,
         n_positions=tokens,
-        **implementation(fused),
+        **attention_implementation(fused),
     )
     model = GPT2Model(config)
-    blocks: Any = model.h if fused else ()
-    for block in blocks:  # the causal mask of all positions, which eager attention alone reads
-        block.attn._buffers.pop("bias", None)  # transformers 5 has none
+    if fused:  # only eager attention reads the causal mask of all positions
+        blocks: Any = model.h
+        for block in blocks:
+            block.attn._buffers.pop("bias", None)  # transformers 5 has no such buffer
     return model, {"input_ids": torch.randint(1000, (1, tokens)), "use_cache": False}
 
 
@@ -117,7 +125,7 @@ def llama(
     heads: int = 8,
     vocabulary: int = 1000,
     queries_per_key: int = 2,
-) -> Made:
+) -> ModelAndInputs:
     config = LlamaConfig(
         hidden_size=width,
         intermediate_size=width * 11 // 4,
@@ -125,13 +133,13 @@ def llama(
         num_attention_heads=heads,
         num_key_value_heads=heads // queries_per_key,
         vocab_size=vocabulary,
-        **implementation(fused),
+        **attention_implementation(fused),
     )
     ids = torch.randint(vocabulary, (1, tokens))
     return LlamaForCausalLM(config), {"input_ids": ids, "use_cache": False, "logits_to_keep": 1}
 
 
-def vit(pixels: int, fused: bool, layers: int = 2) -> Made:
+def vit(pixels: int, fused: bool, layers: int = 2) -> ModelAndInputs:
     """ViT-large with fewer layers."""
     config = ViTConfig(
         hidden_size=1024,
@@ -139,20 +147,20 @@ def vit(pixels: int, fused: bool, layers: int = 2) -> Made:
         num_hidden_layers=layers,
         num_attention_heads=16,
         image_size=pixels,
-        **implementation(fused),
+        **attention_implementation(fused),
     )
     return ViTModel(config, add_pooling_layer=False), {
         "pixel_values": torch.randn(1, 3, pixels, pixels)
     }
 
 
-def evoformer(residues: int, fused: bool) -> Made:
+def evoformer(residues: int, fused: bool) -> ModelAndInputs:
     """c_m 256, c_z 128, an alignment of 32 sequences."""
     pair = torch.randn(1, residues, residues, 128)
     return EvoformerBlock(fused=fused), {"msa": torch.randn(1, 32, residues, 256), "pair": pair}
 
 
-def unet(pixels: int, fused: bool) -> Made:
+def unet(pixels: int, fused: bool) -> ModelAndInputs:
     from diffusers.models.unets.unet_2d import UNet2DModel
 
     model = UNet2DModel(
@@ -160,17 +168,17 @@ def unet(pixels: int, fused: bool) -> Made:
         down_block_types=("DownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
         attention_head_dim=32,
-        **BLOCKS,
+        **UNET_SIZES,
     )
     _set_attention(model, fused)
     return model, _image(3, pixels)
 
 
-def unet_condition(pixels: int, fused: bool) -> Made:
+def unet_condition(pixels: int, fused: bool) -> ModelAndInputs:
     """Stable Diffusion's form: cross attention to 77 tokens of text."""
     from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
-    kinds: dict[str, Any] = {
+    block_types: dict[str, Any] = {
         "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
     }
@@ -178,14 +186,14 @@ def unet_condition(pixels: int, fused: bool) -> Made:
         sample_size=pixels,
         cross_attention_dim=256,
         attention_head_dim=8,
-        **kinds,
-        **BLOCKS,
+        **block_types,
+        **UNET_SIZES,
     )
     _set_attention(model, fused)
     return model, _image(4, pixels) | {"encoder_hidden_states": torch.randn(1, 77, 256)}
 
 
-def unet_default(pixels: int, fused: bool) -> Made:
+def unet_default(pixels: int, fused: bool) -> ModelAndInputs:
     """diffusers' UNet2D with its default sizes (224, 448, 672, 896 channels)."""
     from diffusers.models.unets.unet_2d import UNet2DModel
 
@@ -211,20 +219,23 @@ def _image(channels: int, pixels: int) -> dict[str, Any]:
     }
 
 
-def made(
-    make: Callable[..., Made], *args: Any, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> Made:
-    """The model in evaluation mode, with the same weights and inputs every time."""
+def build(
+    make: Callable[..., ModelAndInputs],
+    *args: Any,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> ModelAndInputs:
+    """`make(*args)` with the model in evaluation mode; the same weights and inputs every time."""
     torch.manual_seed(0)
     with torch.device(device):
         model, kwargs = make(*args)
-    if dtype is not torch.float32:  # fake tensors cannot be cast
+    if dtype is not torch.float32:  # not with fake tensors, which cannot be cast
         model, kwargs = model.to(dtype), in_dtype(kwargs, dtype)
     return model.eval(), kwargs
 
 
 def in_dtype(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments with the floating-point tensors among them in that dtype."""
+    """The arguments with floating-point tensors cast to `dtype`."""
 
     def cast(x: Tensor) -> Tensor:
         return x.to(dtype) if x.is_floating_point() else x
@@ -233,25 +244,27 @@ def in_dtype(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def measured_peak(model: nn.Module, kwargs: dict[str, Any]) -> int:
-    """Live bytes of a real run beyond weights and inputs."""
+    """Largest live bytes of a real run, without weights and inputs."""
     inputs = [v for v in kwargs.values() if isinstance(v, torch.Tensor)]
     gc.collect()
-    with torch.no_grad(), StorageTracker((*model.parameters(), *model.buffers(), *inputs)) as seen:
+    excluded = (*model.parameters(), *model.buffers(), *inputs)
+    with torch.no_grad(), StorageTracker(excluded) as tracker:
         model(**kwargs)
-    return seen.peak
+    return tracker.peak
 
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """The most bytes of the GPU that a run took beyond what was there before: as operators asked
-    for them, and as torch's allocator gave them, in blocks."""
+    """Peak bytes of the GPU in a run, minus the bytes that were allocated before it."""
 
     requested: int
+    """What operators asked for."""
     allocated: int
+    """The blocks that torch's allocator gave them."""
 
 
 def device_peak(run: Callable[[], object]) -> DevicePeak:
-    """Of a run after one that warms up: libraries keep the workspaces of their first calls."""
+    """The peak of a run after a warm-up, in which libraries allocate workspaces that they keep."""
     names = ("requested_bytes.all", "allocated_bytes.all")
     run()
     gc.collect()
@@ -265,8 +278,9 @@ def device_peak(run: Callable[[], object]) -> DevicePeak:
 
 
 def tensors(outputs: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested outputs or inputs."""
     return (x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor))
 
 
-def mib(count: int) -> str:
-    return f"{count / MIB:.2f}"
+def mib(nbytes: int) -> str:
+    return f"{nbytes / MIB:.2f}"

@@ -19,15 +19,15 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from hetegen_cores import cores
-from measure import cores_and_load, cpu_name
+from hetegen_cores import cores_table
+from measure import cores_and_load, cpu_name, print_head, print_row
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig
 
 from wf_backends.hetegen import ShapedDevice, dispatch_model
 
 PROMPT = 4
-CALL_SECONDS = 3e-4  # assumed by the plan of streaming, which comes first
+CALL_SECONDS = 3e-4  # assumed in the plan of streaming, which runs first and measures them
 HEADLINE_RATIO = 3.17  # host rate / link rate at which HeteGen is 317 % faster than streaming
 ABOUT = """\
 Printed by `OMP_NUM_THREADS=1 python benchmarks/hetegen.py`. Seconds of a decoding pass, median.
@@ -60,7 +60,11 @@ CONFIGS = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A model on a shaped device; rates in bytes a second, memory as a share of the model's."""
+    """A model on a shaped device.
+
+    link, host, accelerator: rates in bytes per second. memory: the accelerator's, as a share of the
+    model's weights.
+    """
 
     model: str
     link: float
@@ -100,8 +104,8 @@ def run_parts(args: argparse.Namespace) -> None:
     print(f"# HeteGen: predicted beside measured\n\n{ABOUT}")
     print(f"torch {torch.__version__}, {cpu_name()}, {cores_and_load()} at the beginning\n")
     runs: dict[str, Callable[[], None]] = {
-        "grid": lambda: grid(args.tokens, args.rows),
-        "cores": cores,
+        "grid": lambda: grid_table(args.tokens, args.rows),
+        "cores": cores_table,
     }
     for part in args.parts:
         start = time.perf_counter()
@@ -132,41 +136,36 @@ def settings() -> list[Setting]:
         name = "opt" if model == "gpt2" and i % 4 == 3 else model
         host, accelerator = link * host_ratio, link * accelerator_ratio
         rows.append(Setting(name, link, host, accelerator, memory, (1, 4)[i // 4 % 2]))
-    experts = product((1.0, HEADLINE_RATIO), (0.3, 0.6))
-    rows += [Setting("mixtral", 15e6, 15e6 * ratio, 1.5e9, kept, 1) for ratio, kept in experts]
+    for ratio, memory in product((1.0, HEADLINE_RATIO), (0.3, 0.6)):
+        rows.append(Setting("mixtral", 15e6, 15e6 * ratio, 1.5e9, memory, 1))
     return rows
 
 
-def grid(tokens: int, max_rows: int | None) -> None:
+def grid_table(tokens: int, max_rows: int | None) -> None:
     """Print a row for each setting: HeteGen with the best alpha, streaming, the host alone."""
     models = {name: make_model(name) for name in CONFIGS}
     for name, model in models.items():  # a warm-up
         decode(model, Setting(name, 1e9, 1e9, 3e9, 0.15, 1), 0.0, 2, "auto")
-    print(
-        "| model | batch | link, host, accelerator MB/s | memory | call ms | alpha | predicted "
-        "| measured | measured / predicted | streaming | host | of the better | over streaming |"
-    )
-    print("|" + 13 * "---|")
+    head = ("model", "batch", "link, host, accelerator MB/s", "memory", "call ms", "alpha")
+    head += ("predicted", "measured", "measured / predicted", "streaming", "host")
+    print_head(*head, "of the better", "over streaming")
     errors: list[float] = []  # of predictions, relative
     slowdowns: list[float] = []  # HeteGen / the better of streaming and host
-    for row in settings()[:max_rows]:
-        model = models[row.model]
-        streaming = decode(model, row, CALL_SECONDS, tokens, 0.0)
-        ours = decode(model, row, streaming.call, tokens, "auto")
-        host = decode(model, row, streaming.call, tokens, 1.0)
-        better = min(streaming.measured, host.measured)
-        errors.append(abs(ours.measured / ours.predicted - 1))
-        slowdowns.append(ours.measured / better)
-        print(
-            f"| {row.model} | {row.batch} | {row.link / 1e6:.0f}, {row.host / 1e6:.0f}, "
-            f"{row.accelerator / 1e6:.0f} | {100 * row.memory:.0f} % | {1e3 * streaming.call:.2f} "
-            f"| {ours.alpha:.2f} "
-            f"| {ours.predicted:.4f} | {ours.measured:.4f} "
-            f"| {ours.measured / ours.predicted:.3f} | {streaming.measured:.4f} "
-            f"| {host.measured:.4f} | {slowdowns[-1]:.2f} "
-            f"| {100 * (streaming.measured / ours.measured - 1):+.0f} % |",
-            flush=True,
-        )
+    for setting in settings()[:max_rows]:
+        model = models[setting.model]
+        streaming = decode(model, setting, CALL_SECONDS, tokens, 0.0)
+        ours = decode(model, setting, streaming.call, tokens, "auto")
+        host = decode(model, setting, streaming.call, tokens, 1.0)
+        ratio = ours.measured / ours.predicted
+        errors.append(abs(ratio - 1))
+        slowdowns.append(ours.measured / min(streaming.measured, host.measured))
+        megabytes = [rate / 1e6 for rate in (setting.link, setting.host, setting.accelerator)]
+        cells = [setting.model, setting.batch, ", ".join(f"{rate:.0f}" for rate in megabytes)]
+        cells += [f"{100 * setting.memory:.0f} %", f"{1e3 * streaming.call:.2f}"]
+        cells += [f"{ours.alpha:.2f}", f"{ours.predicted:.4f}", f"{ours.measured:.4f}"]
+        cells += [f"{ratio:.3f}", f"{streaming.measured:.4f}", f"{host.measured:.4f}"]
+        gain = streaming.measured / ours.measured - 1
+        print_row(*cells, f"{slowdowns[-1]:.2f}", f"{100 * gain:+.0f} %")
     print(
         f"\n{len(errors)} settings: predicted within {100 * max(errors):.1f} % of measured, "
         f"{sum(error <= 0.1 for error in errors)} within 10 %; at most {max(slowdowns):.2f} "
@@ -175,14 +174,16 @@ def grid(tokens: int, max_rows: int | None) -> None:
 
 
 def decode(
-    model: nn.Module, row: Setting, call: float, tokens: int, alpha: float | str
+    model: nn.Module, setting: Setting, call_seconds: float, tokens: int, alpha: float | str
 ) -> Measured:
     """Generate `tokens` tokens on a shaped device; seconds and alpha of the decoding passes."""
-    device = ShapedDevice(row.link, row.host, row.accelerator, call_seconds=call)
-    memory: dict[int | str, int | str] = {0: int(row.memory * nbytes(model))}
-    options = {"batch": row.batch, "prompt": PROMPT, "alpha": alpha}
+    device = ShapedDevice(
+        setting.link, setting.host, setting.accelerator, call_seconds=call_seconds
+    )
+    memory: dict[int | str, int | str] = {0: int(setting.memory * nbytes(model))}
+    options = {"batch": setting.batch, "prompt": PROMPT, "alpha": alpha}
     with dispatch_model(model, memory, device, **options) as handle:  # type: ignore[arg-type]
-        generate(model, prompts(row.batch), tokens)
+        generate(model, prompts(setting.batch), tokens)
         report = handle.report()["decode"]
         alphas = [split.alpha("decode") for split in handle.plan.splits]
     return Measured(

@@ -1,29 +1,32 @@
-"""HeteGen's second lab: two threads on two cores, nothing shaped. A part of benchmarks/hetegen.py.
+"""The part "cores" of benchmarks/hetegen.py: two threads on two cores, at their real speed.
 
-One thread copies and stands for the accelerator, the other is the host. Rates are fitted in their
-own runs: streaming, the host alone, and both at a time at a share that is not the best.
+One thread copies and stands for the accelerator, the other is the host. Their rates are fitted in
+separate runs: streaming alone, the host alone, and both at a time with an alpha that is not the
+best.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
+from measure import print_head, print_row
 from torch import Tensor, nn
 
 from wf_backends.hetegen import Rates, ShapedDevice, dispatch_model
 from wf_backends.hetegen.measure import measure_call
 
-SLABS, PIECES = 3, 8  # slabs, and slabs that one linear fills
+NUM_SLABS, SLABS_PER_LINEAR = 3, 8
 PASSES = 8
-FAST = 1e13  # bytes a second: no time
-FIT_ALPHA = 0.5  # of the run that has both threads work
-ARMS = {"HeteGen": "auto", "streaming": 0.0, "host alone": 1.0}
+UNLIMITED = 1e13  # bytes per second
+FIT_ALPHA = 0.5  # of the run that fits the rates while both threads work
+ALPHAS = {"HeteGen": "auto", "streaming": 0.0, "host alone": 1.0}
 
 
 class Stack(nn.Module):
-    """Linears in a row, whose activations take no time."""
+    """Linears one after another, with nothing between them."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -36,7 +39,10 @@ class Stack(nn.Module):
 
 
 class TwoThreads(ShapedDevice):
-    """Lanes that are not shaped; the accelerator's work is done in the link's thread."""
+    """A device of two threads that work as fast as they can: the link's and the host's.
+
+    The link's thread also does the accelerator's work.
+    """
 
     def __init__(self, rates: Rates) -> None:
         super().__init__(rates.link, rates.host, rates.accelerator)
@@ -52,10 +58,20 @@ class TwoThreads(ShapedDevice):
         return 0.0
 
 
-def run(model: Stack, rates: Rates, alpha: float | str) -> tuple[float, dict]:
-    """(the host's share, what `Handle.report` tells) of some decoding passes."""
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """The share of the host in the plan, and seconds of a decoding pass."""
+
+    alpha: float
+    predicted: float
+    measured: float
+
+
+def run(model: Stack, rates: Rates, alpha: float | str) -> tuple[float, dict[str, Any]]:
+    """(the host's share, `Handle.report`) of PASSES decoding passes."""
     width = model.layers[0].in_features
-    memory: dict[int | str, int | str] = {0: SLABS * (width // PIECES) * width * 4}
+    slab_bytes = width // SLABS_PER_LINEAR * width * 4
+    memory: dict[int | str, int | str] = {0: NUM_SLABS * slab_bytes}
     x = torch.ones(1, width)
     with dispatch_model(model, memory, TwoThreads(rates), alpha=alpha) as handle:  # type: ignore[arg-type]
         with torch.inference_mode():
@@ -64,52 +80,71 @@ def run(model: Stack, rates: Rates, alpha: float | str) -> tuple[float, dict]:
         return handle.plan.splits[0].alpha("decode"), handle.report()
 
 
-def fitted(model: Stack, guess: Rates) -> Rates:
-    """Rates of the thread that copies and computes, of the host's, and of both at a time."""
+def fit_rates(model: Stack, planned_with: Rates) -> Rates:
+    """The rates of both threads, each alone and both at a time.
 
-    def rate(lane: str, alpha: float) -> float:
-        told = run(model, guess, alpha)[1]["lanes"][lane]
-        return told["bytes"] / told["busy_seconds"]  # the link's thread computes its rows, too
+    Args:
+        planned_with: the rates in the plans of the runs that are measured.
+    """
 
-    link, host = rate("link", 0.0), rate("host", 1.0)
-    beside = rate("link", FIT_ALPHA), rate("host", FIT_ALPHA)
+    def lane_rate(lane: str, alpha: float) -> float:
+        figures = run(model, planned_with, alpha)[1]["lanes"][lane]
+        return figures["bytes"] / figures["busy_seconds"]  # the link's thread also computes
+
+    link, host = lane_rate("link", 0.0), lane_rate("host", 1.0)
+    link_beside_host = lane_rate("link", FIT_ALPHA)
+    host_beside_link = lane_rate("host", FIT_ALPHA)
     return Rates(
         link,
         host,
-        FAST,
-        memory=sum(beside),
-        host_beside_link=min(beside[1], host),
-        call_seconds=measure_call(TwoThreads(Rates(FAST, FAST, FAST))),
+        UNLIMITED,
+        memory=link_beside_host + host_beside_link,
+        host_beside_link=min(host_beside_link, host),
+        call_seconds=measure_call(TwoThreads(Rates(UNLIMITED, UNLIMITED, UNLIMITED))),
     )
 
 
-def cores(layers: int = 10, width: int = 2560, rounds: int = 7) -> None:
-    """Print a table. Rates are fitted anew in each round, and predict the round's other runs."""
+def cores_table(layers: int = 10, width: int = 2560, rounds: int = 7) -> None:
+    """Print a table. Each round fits the rates again, and predicts its other runs by them."""
     model = Stack(layers, width)
-    rates = [Rates(FAST, FAST, FAST)]
-    told: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ARMS}
+    rates = Rates(UNLIMITED, UNLIMITED, UNLIMITED)
+    fitted: list[Rates] = []
+    runs: dict[str, list[Decoding]] = {name: [] for name in ALPHAS}
     for _ in range(rounds):
-        rates.append(fitted(model, rates[-1]))
-        for name, alpha in ARMS.items():
-            share, report = run(model, rates[-1], alpha)
-            seen = report["decode"]
-            told[name].append((share, seen["predicted_seconds"], seen["measured_seconds"]))
+        rates = fit_rates(model, rates)
+        fitted.append(rates)
+        for name, alpha in ALPHAS.items():
+            share, report = run(model, rates, alpha)
+            figures = report["decode"]
+            runs[name].append(
+                Decoding(share, figures["predicted_seconds"], figures["measured_seconds"])
+            )
+    print_rates(fitted)
+    print_head("", "alpha", "predicted", "measured", "measured / predicted", "in all rounds")
+    for name, decodings in runs.items():
+        print_decodings(name, decodings)
 
-    def middle(name: str) -> float:
-        return median(getattr(each, name) for each in rates[1:])
 
+def print_rates(fitted: list[Rates]) -> None:
+    """Print the median of each rate."""
+
+    def median_of(rate: str) -> float:
+        return median(getattr(rates, rate) for rates in fitted)
+
+    both, host_beside_link = median_of("memory"), median_of("host_beside_link")
     print(
         "two threads, fitted GB/s: two copies and the GEMM of the one "
-        f"{middle('link') / 1e9:.2f}, GEMM of the other {middle('host') / 1e9:.2f}; both at a time "
-        f"{middle('memory') / 1e9:.2f}, of which the other {middle('host_beside_link') / 1e9:.2f}; "
-        f"a call {1e6 * middle('call_seconds'):.0f} us; medians of {rounds} rounds\n"
+        f"{median_of('link') / 1e9:.2f}, GEMM of the other {median_of('host') / 1e9:.2f}; "
+        f"both at a time {both / 1e9:.2f}, of which the other {host_beside_link / 1e9:.2f}; "
+        f"a call {1e6 * median_of('call_seconds'):.0f} us; medians of {len(fitted)} rounds\n"
     )
-    print("| | alpha | predicted | measured | measured / predicted | in all rounds |")
-    print("|---|---|---|---|---|---|")
-    for name, runs in told.items():
-        share, predicted, took = (median(each) for each in zip(*runs, strict=True))
-        ratios = sorted(measured / guessed for _, guessed, measured in runs)
-        print(
-            f"| {name} | {share:.2f} | {predicted:.4f} | {took:.4f} | {median(ratios):.3f} "
-            f"| {ratios[0]:.3f} to {ratios[-1]:.3f} |"
-        )
+
+
+def print_decodings(name: str, decodings: list[Decoding]) -> None:
+    """Print a row: medians of the rounds, and the least and the largest ratio."""
+    alpha = median(decoding.alpha for decoding in decodings)
+    predicted = median(decoding.predicted for decoding in decodings)
+    measured = median(decoding.measured for decoding in decodings)
+    ratios = sorted(decoding.measured / decoding.predicted for decoding in decodings)
+    cells = [f"{alpha:.2f}", f"{predicted:.4f}", f"{measured:.4f}", f"{median(ratios):.3f}"]
+    print_row(name, *cells, f"{ratios[0]:.3f} to {ratios[-1]:.3f}")

@@ -4,10 +4,10 @@
     python benchmarks/hetegen_gpu.py --quick          # about 100 s
     python benchmarks/hetegen_gpu.py --device cpu --layers 2 --width 1024    # threads for lanes
 
-A Llama of random weights. A pass: the model's call over one token of each sequence, with its cache,
-until the next token is known to the host; the median of some. "memory" is what HeteGen may use
-beyond what is not split and three slabs, as a share of the split weights. OMP_NUM_THREADS must not
-be 1: the host's lane computes with torch's threads. Parts: ours, peers.
+A Llama of random weights. A pass is the model's call for one token of each sequence, with its
+cache, until the next token is known to the host; the table has the median of several. "memory" is
+the GPU memory for split weights, as a share of them; slabs and all other weights come on top.
+OMP_NUM_THREADS must not be 1: the host's lane computes with torch's threads. Parts: ours, peers.
 """
 
 from __future__ import annotations
@@ -16,31 +16,35 @@ import argparse
 import faulthandler
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
+import hetegen_peers
 import torch
-from measure import attempt, cores_and_load, cpu_name
+from measure import attempt, cores_and_load, cpu_name, print_head, print_row
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from wf_backends.hetegen import Accelerator, Rates, ShapedDevice, dispatch_model, measure_machine
 
-PROMPT = 16
-SLABS = 3
-WHERE = {"cuda": "cuda:0", "cpu": "cpu"}
-LIMIT = 230  # seconds after which the process ends itself with a traceback
-HEAD = (
-    "| | memory | batch | alpha | tokens/s | pass s | linears s | predicted s | measured / "
-    "predicted | call ms | GPU GB: planned, peak |\n|" + 11 * "---|"
-)
+PROMPT = 16  # tokens
+WARM_UP_PASSES = 3  # the prompt and two tokens
+NUM_SLABS = 3
+DEVICES = {"cuda": "cuda:0", "cpu": "cpu"}
+TIME_LIMIT_S = 230  # after it the process ends itself with a traceback
+HEAD = ("", "memory", "batch", "alpha", "tokens/s", "pass s", "linears s", "predicted s")
+HEAD += ("measured / predicted", "call ms", "GPU GB: planned, peak")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What all measurements share."""
+    """What all measurements share.
+
+    passes, seconds: of one measurement, at most; it has at least 3 passes.
+    """
 
     device: torch.device
     rates: Rates
@@ -48,6 +52,7 @@ class Run:
     seconds: float
 
     def lanes(self, rates: Rates) -> Any:
+        """The device for `dispatch_model`, with the rates that its plan shall use."""
         if self.device.type == "cuda":
             return Accelerator(rates)
         return ShapedDevice(1e9, 3e9, 2e10, call_seconds=rates.call_seconds)
@@ -64,22 +69,22 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="*", default=[0.0, 0.25, 0.5, 0.75])
     parser.add_argument("--quick", action="store_true", help="two shares, 4 passes, batch 1")
     args = parser.parse_args()
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    faulthandler.dump_traceback_later(TIME_LIMIT_S, exit=True)
     torch.backends.cuda.enable_cudnn_sdp(False)  # makes a plan for each length of a cache
     if args.quick:
         args.shares, args.passes = [0.0, 0.5], 4
     start = time.perf_counter()
     print_machine(args.device)
     model = make_model(args.layers, args.width, args.device)
-    size = sum(p.nbytes for p in model.parameters())
-    print(f"{args.layers} layers of {args.width}: {size / 1e9:.2f} GB, made in "
-          f"{time.perf_counter() - start:.1f} s\n", flush=True)  # fmt: skip
+    size = sum(parameter.nbytes for parameter in model.parameters()) / 1e9
+    seconds = time.perf_counter() - start
+    print(f"{args.layers} layers of {args.width}: {size:.2f} GB, made in {seconds:.1f} s\n")
     rates = measure_machine(torch.bfloat16)[1] if args.device == "cuda" else Rates(1e9, 3e9, 2e10)
     print(rates, flush=True)
-    run = Run(torch.device(WHERE[args.device]), rates, args.passes, args.seconds)
+    run = Run(torch.device(DEVICES[args.device]), rates, args.passes, args.seconds)
     parts: dict[str, Callable[[], None]] = {
-        "ours": lambda: ours(model, run, args.shares, not args.quick),
-        "peers": lambda: peers(model, run, args.shares),
+        "ours": partial(our_table, model, run, args.shares, args.quick),
+        "peers": partial(peer_table, model, run, args.shares),
     }
     for part in args.parts:
         print(f"\n## {part}\n", flush=True)
@@ -92,18 +97,19 @@ def print_machine(device: str) -> None:
     print(f"torch {torch.__version__}, {card}; {cpu_name()}, {cores_and_load()}, threads {threads}")
 
 
-def make_model(layers: int, width: int, random_on: str) -> nn.Module:
-    """A Llama in bfloat16; its random numbers come from the GPU, which is faster."""
+def make_model(layers: int, width: int, random_device: str) -> nn.Module:
+    """A Llama in bfloat16 on the host; a GPU draws its random weights faster."""
     model = empty_model(layers, width, "cpu")
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.fill_(1)
         else:
-            parameter.copy_(torch.randn(parameter.shape, device=random_on).mul_(0.02))
+            parameter.copy_(torch.randn(parameter.shape, device=random_device).mul_(0.02))
     return model
 
 
-def empty_model(layers: int, width: int, where: str) -> nn.Module:
+def empty_model(layers: int, width: int, device: str) -> nn.Module:
+    """A Llama in bfloat16 whose weights are not set yet."""
     config = LlamaConfig(
         vocab_size=min(32000, 8 * width), hidden_size=width, intermediate_size=width * 11 // 4,
         num_hidden_layers=layers, num_attention_heads=width // 64, num_key_value_heads=width // 64,
@@ -112,123 +118,140 @@ def empty_model(layers: int, width: int, where: str) -> nn.Module:
     torch.manual_seed(0)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    model = model.to_empty(device=where).eval().requires_grad_(False)
+    model = model.to_empty(device=device).eval().requires_grad_(False)
     rotary = model.model.rotary_emb
-    model.model.rotary_emb = type(rotary)(config=config).to(where)  # its buffers are not weights
+    model.model.rotary_emb = type(rotary)(config=config).to(device)  # with its buffers computed
     return model
 
 
-def ours(model: nn.Module, run: Run, shares: list[float], more: bool) -> None:
-    """HeteGen, streaming, the host alone; then with the call that streaming has."""
-    print(HEAD)
-    alone_on_gpu(model, run, (1, 8) if more else (1,))
-    for share in shares:
-        call = split_row("streaming", model, run, share, 1, 0.0, run.rates)
-        split_row("HeteGen", model, run, share, 1, "auto", run.rates)
-        if call is not None:
-            known = replace(run.rates, call_seconds=call)
-            split_row("HeteGen, call as streaming's", model, run, share, 1, "auto", known)
-        if share == shares[0]:
-            split_row("the host alone", model, run, share, 1, 1.0, run.rates)
-    for share in (shares[0], shares[-1]) if more else ():
-        for name, alpha in (("streaming", 0.0), ("HeteGen", "auto")):
-            split_row(name, model, run, share, 8, alpha, run.rates)
-
-
-def alone_on_gpu(model: nn.Module, run: Run, batches: tuple[int, ...]) -> None:
-    if run.device.type != "cuda":
-        return
-    there = make_like(model, str(run.device))
-    for batch in batches:
-        seconds = decode(there, run, batch)
-        print(f"| alone on the GPU | all | {batch} | | {batch / seconds:.2f} | {seconds:.4f} |"
-              + 5 * " |", flush=True)  # fmt: skip
-
-
-def make_like(model: Any, where: str) -> nn.Module:
-    """A copy of the model."""
-    copied = empty_model(model.config.num_hidden_layers, model.config.hidden_size, where)
-    for to, of in zip(copied.parameters(), model.parameters(), strict=True):
-        to.copy_(of)
+def copy_of(model: Any, device: str) -> nn.Module:
+    """A copy of the model on a device."""
+    copied = empty_model(model.config.num_hidden_layers, model.config.hidden_size, device)
+    for target, source in zip(copied.parameters(), model.parameters(), strict=True):
+        target.copy_(source)
     return copied
 
 
-def budget(model: Any, share: float) -> int:
-    """Bytes of the GPU for a share of the split weights, with the rest and slabs."""
-    largest = model.lm_head.weight.nbytes
-    other = model.model.embed_tokens.weight.nbytes + 2**20
-    split = sum(p.nbytes for p in model.parameters()) - other
-    return int(other + SLABS * largest / 4 + share * split) + 2**22
+def our_table(model: nn.Module, run: Run, shares: Sequence[float], quick: bool) -> None:
+    """HeteGen, streaming, the host alone; and HeteGen predicted with the call time of streaming."""
+    print_head(*HEAD)
+    if run.device.type == "cuda":
+        gpu_alone_rows(model, run, (1,) if quick else (1, 8))
+    for share in shares:
+        call_seconds = attempt(partial(split_row, "streaming", model, run, share, 1, 0.0))
+        attempt(partial(split_row, "HeteGen", model, run, share, 1, "auto"))
+        if call_seconds is not None:
+            name = "HeteGen, call as streaming's"
+            rates = replace(run.rates, call_seconds=call_seconds)
+            attempt(partial(split_row, name, model, run, share, 1, "auto", rates))
+        if share == shares[0]:
+            attempt(partial(split_row, "the host alone", model, run, share, 1, 1.0))
+    if not quick:
+        for share in (shares[0], shares[-1]):
+            for name, alpha in (("streaming", 0.0), ("HeteGen", "auto")):
+                attempt(partial(split_row, name, model, run, share, 8, alpha))
+
+
+def gpu_alone_rows(model: nn.Module, run: Run, batches: Sequence[int]) -> None:
+    """Print a row per batch size: all weights are on the GPU."""
+    gpu_model = copy_of(model, str(run.device))
+    for batch in batches:
+        seconds = decode(gpu_model, run, batch)
+        tokens_per_s = f"{batch / seconds:.2f}"
+        print_row("alone on the GPU", "all", batch, "", tokens_per_s, f"{seconds:.4f}", *[""] * 5)
 
 
 def split_row(
-    name: str, model: nn.Module, run: Run, share: float, batch: int, alpha: Any, rates: Rates
-) -> float | None:
-    """Print a row; the seconds from call to call, None where it failed."""
-    told: list[float] = []
-    attempt(lambda: told.append(_split_row(name, model, run, share, batch, alpha, rates)))
-    return told[0] if told else None
-
-
-def _split_row(
-    name: str, model: nn.Module, run: Run, share: float, batch: int, alpha: Any, rates: Rates
+    name: str,
+    model: nn.Module,
+    run: Run,
+    share: float,
+    batch: int,
+    alpha: float | str,
+    rates: Rates | None = None,
 ) -> float:
-    memory, device = budget(model, share), run.lanes(rates)
-    if run.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    with dispatch_model(model, {0: memory}, device, alpha=alpha, batch=batch, prompt=64) as handle:
+    """Print the row of a split model; returns the seconds from call to call.
+
+    Args:
+        share: of the split weights that fits into the memory.
+        rates: the rates in the plan; None = those of the machine.
+    """
+    memory, device = memory_for(model, share), run.lanes(rates or run.rates)
+    reset_gpu_peak(run.device)
+    options: dict[str, Any] = {"alpha": alpha, "batch": batch, "prompt": 64}
+    with dispatch_model(model, {0: memory}, device, **options) as handle:
         seconds = decode(model, run, batch)
-        told, plan = handle.report()["decode"], handle.plan
-        peak = torch.cuda.max_memory_allocated() if run.device.type == "cuda" else 0
-    linears, predicted = told["measured_seconds"], told["predicted_seconds"]
-    used = sum(split.alpha("decode") * split.linear.nbytes for split in plan.splits)
-    of_host = used / sum(split.linear.nbytes for split in plan.splits)
-    print(
-        f"| {name} | {100 * share:.0f} % | {batch} | {of_host:.2f} | {batch / seconds:.2f} "
-        f"| {seconds:.4f} | {linears:.4f} | {predicted:.4f} | {linears / predicted:.2f} "
-        f"| {1e3 * told['call_seconds']:.3f} | {plan.accelerator_bytes / 1e9:.2f}, "
-        f"{peak / 1e9:.2f} |",
-        flush=True,
-    )
-    return told["call_seconds"]
+        figures, plan = handle.report()["decode"], handle.plan
+        peak = gpu_peak(run.device)
+    linears, predicted = figures["measured_seconds"], figures["predicted_seconds"]
+    host_bytes = sum(split.alpha("decode") * split.linear.nbytes for split in plan.splits)
+    mean_alpha = host_bytes / sum(split.linear.nbytes for split in plan.splits)
+    cells = [f"{100 * share:.0f} %", batch, f"{mean_alpha:.2f}", f"{batch / seconds:.2f}"]
+    cells += [f"{seconds:.4f}", f"{linears:.4f}", f"{predicted:.4f}", f"{linears / predicted:.2f}"]
+    cells += [f"{1e3 * figures['call_seconds']:.3f}"]
+    print_row(name, *cells, f"{plan.accelerator_bytes / 1e9:.2f}, {peak / 1e9:.2f}")
+    return figures["call_seconds"]
+
+
+def memory_for(model: Any, share: float) -> int:
+    """Bytes of the GPU for this share of the split weights, all other weights, and the slabs."""
+    largest = model.lm_head.weight.nbytes
+    not_split = model.model.embed_tokens.weight.nbytes + 2**20
+    split = sum(parameter.nbytes for parameter in model.parameters()) - not_split
+    return int(not_split + NUM_SLABS * largest / 4 + share * split) + 2**22
 
 
 def decode(model: Any, run: Run, batch: int) -> float:
-    """Median seconds of a decoding pass after a prompt and two passes."""
-    ids = torch.randint(1, model.config.vocab_size, (batch, PROMPT), generator=torch.manual_seed(1))
-    token, took, cache, end = ids.to(run.device), list[float](), DynamicCache(), 0.0
+    """Median seconds of a decoding pass after a warm-up."""
+    prompt = torch.randint(
+        1, model.config.vocab_size, (batch, PROMPT), generator=torch.manual_seed(1)
+    )
+    token = prompt.to(run.device)
+    cache = DynamicCache()
+    seconds: list[float] = []
     with torch.no_grad():
-        for i in range(3 + run.passes):
+        for _ in range(WARM_UP_PASSES + run.passes):
             start = time.perf_counter()
             out = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
             token = out.logits[:, -1:].argmax(-1)
-            token.cpu()
-            took.append(time.perf_counter() - start)
-            end = start + run.seconds if i == 2 else end
-            if i > 4 and time.perf_counter() > end:
+            token.cpu()  # waits for the GPU
+            seconds.append(time.perf_counter() - start)
+            measured = seconds[WARM_UP_PASSES:]
+            if len(measured) >= 3 and sum(measured) > run.seconds:
                 break
-    return median(took[3:])
+    return median(seconds[WARM_UP_PASSES:])
 
 
-def peers(model: Any, run: Run, shares: list[float]) -> None:
-    """Other packages with the same weights: seconds of a pass, batch 1."""
-    import hetegen_peers as others
+def peer_table(model: Any, run: Run, shares: Sequence[float]) -> None:
+    """Other packages with the same weights and memory: seconds of a pass, batch 1."""
+    print_head("", "GPU GB: allowed, peak", "tokens/s", "pass s")
+    memory = memory_for(model, shares[len(shares) // 2])
+    for name, prepare in hetegen_peers.PEERS.items():
+        attempt(partial(peer_row, name, prepare, model, run, memory))
 
-    share = shares[len(shares) // 2]
-    memory = budget(model, share)
-    print("| | GPU GB: allowed, peak | tokens/s | pass s |\n|---|---|---|---|")
-    for name, prepare in others.PEERS.items():
-        if run.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
 
-        def measured(name: str = name, prepare: Any = prepare) -> None:
-            seconds = decode(prepare(make_like(model, "cpu"), run.device, memory), run, 1)
-            peak = torch.cuda.max_memory_allocated() if run.device.type == "cuda" else 0
-            print(f"| {name} | {memory / 1e9:.2f}, {peak / 1e9:.2f} | {1 / seconds:.2f} "
-                  f"| {seconds:.4f} |", flush=True)  # fmt: skip
+def peer_row(name: str, prepare: Callable[..., Any], model: Any, run: Run, memory: int) -> None:
+    """Print the row of another package.
 
-        attempt(measured)
+    Args:
+        prepare: a function of hetegen_peers.py.
+        memory: bytes of the GPU that weights may take.
+    """
+    reset_gpu_peak(run.device)
+    seconds = decode(prepare(copy_of(model, "cpu"), run.device, memory), run, 1)
+    gigabytes = f"{memory / 1e9:.2f}, {gpu_peak(run.device) / 1e9:.2f}"
+    print_row(name, gigabytes, f"{1 / seconds:.2f}", f"{seconds:.4f}")
+
+
+def reset_gpu_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def gpu_peak(device: torch.device) -> int:
+    """Bytes at the peak since `reset_gpu_peak`; 0 without a GPU."""
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
 
 
 if __name__ == "__main__":

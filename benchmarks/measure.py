@@ -1,4 +1,4 @@
-"""Measure steps on all ranks of a job: time, collectives, bytes sent, memory."""
+"""Measure steps on all ranks of a job: time, collectives, bytes sent, memory. And print tables."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import subprocess
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,26 +24,32 @@ from wf_backends import launch
 from wf_backends.comm import make_comm, sum_over_ranks
 from wf_backends.comm.protocol import CONTROL, Communicator, Message, Pending
 
+T = TypeVar("T")
 Step = Callable[[], float]  # forward and backward; the sum of the squares of this rank's output
 
 
-def attempt(part: Callable[[], object]) -> None:
-    """Run one part of a benchmark and print its seconds; an exception is printed, not raised."""
-    start = time.perf_counter()
+def attempt(part: Callable[[], T]) -> T | None:
+    """Run one part of a benchmark and print its seconds; an exception is printed, not raised.
+
+    Returns:
+        The result of `part`; None if it failed.
+    """
+    start, result = time.perf_counter(), None
     try:
-        part()
+        result = part()
     except Exception:
         traceback.print_exc()
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
     print(f"<!-- {time.perf_counter() - start:.1f} s -->", flush=True)
+    return result
 
 
 class Counting(Communicator):
     """Wraps a communicator; counts collectives by label.
 
-    An exchange is posted in one call, not in turns, so that it counts once.
+    An exchange between all ranks is one call of `post`, so it counts as one collective.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -94,6 +101,23 @@ class Measured:
     peak_bytes: int
 
 
+def loss_step(x: Tensor, layer: Callable[[Tensor], Tensor]) -> Step:
+    """A step: forward and backward of a loss in which all tokens have the same weight.
+
+    Args:
+        x: this rank's input of the layer; the step uses a copy that requires a gradient.
+    """
+    leaf = x.detach().clone().requires_grad_()
+
+    def step() -> float:
+        loss = layer(leaf).square().sum()
+        loss.backward()
+        leaf.grad = None
+        return loss.item()
+
+    return step
+
+
 def measure(comm: Counting, steps: Sequence[Callable[[], object]], repeats: int) -> list[Measured]:
     """The best time of each step after a warm-up; steps take turns, as the load varies."""
     best = [float("inf")] * len(steps)
@@ -142,24 +166,49 @@ def last_lines(command: Sequence[str], ranks: int, environment: Mapping[str, str
     Raises:
         RuntimeError: if a rank fails; its error is on stderr.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    variables = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
-    jobs = [
+    port = _free_port()
+    processes = [
         subprocess.Popen(
             command,
-            env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, **_launch_variables(rank, ranks, port), **environment},
             stdout=subprocess.PIPE,
             text=True,
         )
         for rank in range(ranks)
     ]
-    printed = [job.communicate()[0] for job in jobs]
-    if any(job.returncode for job in jobs):
+    printed = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
         raise RuntimeError(f"a rank of {command} failed")
     return [text.splitlines()[-1] for text in printed]
+
+
+def become_only_rank() -> None:
+    """Set the variables of a launcher for a job that consists of this process."""
+    os.environ.update(_launch_variables(0, 1, _free_port()))
+
+
+def _launch_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets, for a job on this machine."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    variables = {name: str(number) for name, number in numbers.items()}
+    return variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def cuda_seconds(run: Callable[[], object]) -> float:
+    """Seconds of a run on the GPU, between two CUDA events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return 1e-3 * start.elapsed_time(end)
 
 
 def reset_peak() -> int:
@@ -198,3 +247,36 @@ def cpu_name() -> str:
 def cores_and_load() -> str:
     """The number of cores, and the load average of the last minute."""
     return f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+
+
+def print_head(*columns: str) -> None:
+    """Print the head of a Markdown table."""
+    print_row(*columns)
+    print(f"|{'---|' * len(columns)}", flush=True)
+
+
+def print_row(*cells: object) -> None:
+    """Print a row of a Markdown table."""
+    print(f"| {' | '.join(str(cell) for cell in cells)} |", flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table in fixed width; its numbers have `decimals` digits after the point."""
+
+    head: str
+    width: int
+    decimals: int = 0
+
+
+def print_columns(columns: Sequence[Column], rows: Iterable[tuple[str, Sequence[float]]]) -> None:
+    """Print a table in fixed width: in each row a name, in the first column, and its numbers."""
+    first, *others = columns
+    heads = "".join(f"{column.head:>{column.width}}" for column in others)
+    print(f"{first.head:{first.width}}{heads}")
+    for name, numbers in rows:
+        cells = (
+            f"{number:{column.width}.{column.decimals}f}"
+            for column, number in zip(others, numbers, strict=True)
+        )
+        print(f"{name:{first.width}}{''.join(cells)}")

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.gpu
 ANY = 4.0  # slowdown: memory is the matter here
 WORKSPACE = 32 << 20  # of cuBLASLt, for the time of a product with a bias
 WIDE = {"width": 1024, "heads": 16}
-CASES: dict[str, Callable[[bool], models.Made]] = {
+CASES: dict[str, Callable[[bool], models.ModelAndInputs]] = {
     "gpt2": partial(models.gpt2, 4096, **WIDE),
     "llama": partial(models.llama, 4096, **WIDE),
     "vit": partial(models.vit, 768),
@@ -77,7 +77,7 @@ def test_outputs_are_the_models_and_the_peak_is_the_plans(
 ) -> None:
     if name.startswith("unet"):
         pytest.importorskip("diffusers", reason="diffusers is not installed")
-    model, kwargs = models.made(CASES[name], fused, device="cuda", dtype=dtype)
+    model, kwargs = models.build(CASES[name], fused, device="cuda", dtype=dtype)
     state = {key: value.data_ptr() for key, value in model.state_dict().items()}
     chunked = autochunk(model, kwargs=kwargs, max_slowdown=ANY)
     plan = chunked.plan
@@ -113,7 +113,7 @@ def test_outputs_are_the_models_and_the_peak_is_the_plans(
 
 @pytest.mark.parametrize("share", [0.5, 0.2, 0.1])
 def test_a_budget_is_kept(share: float) -> None:
-    model, kwargs = models.made(CASES["gpt2"], False, device="cuda")
+    model, kwargs = models.build(CASES["gpt2"], False, device="cuda")
     with torch.no_grad():
         whole = models.device_peak(lambda: model(**kwargs)).requested
         budget = int(share * whole)
@@ -127,7 +127,7 @@ def test_a_budget_is_kept(share: float) -> None:
 
 def test_autocast_is_seen() -> None:
     """The slices compute in the types of autocast, which holds at the call."""
-    model, kwargs = models.made(CASES["llama"], True, device="cuda")
+    model, kwargs = models.build(CASES["llama"], True, device="cuda")
     model.requires_grad_(False)
     with torch.autocast("cuda", torch.bfloat16):
         chunked = autochunk(model, kwargs=kwargs, max_slowdown=ANY)
@@ -168,7 +168,7 @@ def test_training_in_tiles(
     """
     sizes = {"width": 512, "layers": 2, "heads": 8, "vocabulary": 32768}
     make = partial(models.llama, **sizes, queries_per_key=queries_per_key)
-    model, kwargs = models.made(make, 4096, True, device="cuda", dtype=dtype)
+    model, kwargs = models.build(make, 4096, True, device="cuda", dtype=dtype)
     batch = {"input_ids": kwargs["input_ids"], "labels": kwargs["input_ids"], "use_cache": False}
     model.train()
     if checkpoints:
