@@ -1,4 +1,4 @@
-"""One rank of a job in which one of them makes a fault; `faults.py` starts it.
+"""One rank of a job in which one rank makes a fault on purpose; `faults.py` starts it.
 
 mpirun -n 4 python benchmarks/fault_rank.py raise mpi FOLDER --timeout 8
 """
@@ -21,16 +21,17 @@ from torch import Tensor, nn
 from wf_backends import SequenceParallel, SequenceParallelConfig, launch
 from wf_backends.comm import own_group
 
-LAYERS, STEPS, FAULTY_STEP, FAULTY_LAYER = 3, 4, 2, 1
-HEADS, HEAD_DIM, ROWS = 4, 8, 16  # rows of a rank
+NUM_LAYERS, NUM_STEPS = 3, 4
+FAULTY_STEP, FAULTY_LAYER = 2, 1  # counted from 0
+HEADS, HEAD_DIM, SHARD_ROWS = 4, 8, 16
 
 
 class Fault(RuntimeError):
-    """What this rank raises."""
+    """The error of the fault "raise"."""
 
 
-def fail(kind: str) -> None:
-    """End this process, or stop it, as `kind` says."""
+def end_process(kind: str) -> None:
+    """Raise an error, or end or stop this process, as one of ENDINGS says."""
     if kind == "raise":
         raise Fault("a fault on purpose")
     if kind.startswith("exit"):
@@ -45,54 +46,67 @@ CALLS: Mapping[str, dict[str, Any]] = MappingProxyType(
         "another scale": {"softmax_scale": 0.5},
     }
 )
-"""Other arguments of one call."""
+"""By the kind of a fault, the arguments of the faulty call that differ."""
 TENSORS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         "another dtype": lambda x: x.double(),
         "another batch": lambda x: x.repeat(2, 1, 1, 1),
     }
 )
-"""Other tensors in one call."""
+"""By the kind of a fault, how the tensors of the faulty call differ."""
+Step = Callable[[Tensor], None]  # a training step on this rank's rows
 ENDINGS = ("raise", "exit 0", "exit 3", "kill", "stop")
 SKIPS = ("skip a call", "skip a backward")
 
 
 class Layers(nn.Module):
-    """Attention layers, of which one rank runs one otherwise than the other ranks."""
+    """Attention layers; with a fault, FAULTY_LAYER of this rank differs from the other ranks'.
+
+    Args:
+        folder: the time of the fault is written there, into the file "fault".
+        named: attention calls pass the names of their layers.
+
+    Attributes:
+        fault: the kind of the fault in the next forward; empty: none.
+    """
 
     def __init__(self, folder: Path, named: bool = True) -> None:
         super().__init__()
-        self.named = named
-        self.layers = nn.ModuleList(nn.Linear(HEAD_DIM, HEAD_DIM) for _ in range(LAYERS))
-        self.folder, self.fault = folder, ""
+        self.folder, self.named = folder, named
+        self.layers = nn.ModuleList(nn.Linear(HEAD_DIM, HEAD_DIM) for _ in range(NUM_LAYERS))
+        self.fault = ""
         self.sp: SequenceParallel | None = None
 
     def set_sequence_parallel(self, sp: SequenceParallel) -> None:
-        """Called by the DeepSpeed door."""
+        """wf_deepspeed calls this."""
         self.sp = sp
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (1, rows, heads, head_dim) -> the same shape."""
+        """x (1, SHARD_ROWS, HEADS, HEAD_DIM) -> the same shape."""
         for index, layer in enumerate(self.layers):
-            faulty = self.fault and index == FAULTY_LAYER
-            x = x + (self._faulty(layer(x)) if faulty else self._attend(layer(x), index))
+            y = layer(x)
+            if self.fault and index == FAULTY_LAYER:
+                x = x + self._faulty_attention(y)
+            else:
+                x = x + self._attention(y, index)
         return x
 
-    def _attend(self, x: Tensor, index: int, **words: Any) -> Tensor:
+    def _attention(self, x: Tensor, index: int, **options: Any) -> Tensor:
         assert self.sp is not None
         name = f"layers.{index}" if self.named else None
-        return self.sp.attention(x, x, x, name=name, **{"causal": True} | words)
+        return self.sp.attention(x, x, x, name=name, **{"causal": True} | options)
 
-    def _faulty(self, x: Tensor) -> Tensor:
+    def _faulty_attention(self, x: Tensor) -> Tensor:
         (self.folder / "fault").write_text(str(time.time()))
         if self.fault in ENDINGS:
-            fail(self.fault)
+            end_process(self.fault)
         if self.fault == "skip a call":
             return x
         if self.fault == "skip a backward":
-            return self._attend(x.detach(), FAULTY_LAYER).detach()
-        changed = TENSORS.get(self.fault, lambda x: x)(x)
-        return self._attend(changed, FAULTY_LAYER, **CALLS.get(self.fault, {}))
+            return self._attention(x.detach(), FAULTY_LAYER).detach()
+        if self.fault in TENSORS:
+            x = TENSORS[self.fault](x)
+        return self._attention(x, FAULTY_LAYER, **CALLS.get(self.fault, {}))
 
 
 def main() -> None:
@@ -100,32 +114,44 @@ def main() -> None:
     parser.add_argument("kind", choices=["none", *ENDINGS, *SKIPS, *CALLS, *TENSORS])
     parser.add_argument("transport", choices=["gloo", "mpi", "deepspeed"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rank", type=int, default=1, help="that makes the fault")
+    parser.add_argument("--rank", type=int, default=1, help="the rank that makes the fault")
     parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--unnamed", action="store_true", help="layers have no names")
     args = parser.parse_args()
     torch.manual_seed(0)
     job = launch.init(timeout=args.timeout, log_folder=args.folder)
     model = Layers(args.folder, not args.unnamed)
-    step = OPEN[args.transport](model, job.world_size)
-    for number in range(STEPS):
-        faulty = number == FAULTY_STEP and job.rank == args.rank
-        model.fault = args.kind if faulty and args.kind != "none" else ""
-        step(torch.randn(1, ROWS, HEADS, HEAD_DIM))
+    step = MAKE_STEP[args.transport](model, job.world_size)
+    for index in range(NUM_STEPS):
+        model.fault = ""
+        if index == FAULTY_STEP and job.rank == args.rank and args.kind != "none":
+            model.fault = args.kind
+        step(torch.randn(1, SHARD_ROWS, HEADS, HEAD_DIM))
     print(f"rank {job.rank} is through", flush=True)
 
 
-def _plain(group: Callable[[], Any]) -> Callable[[Layers, int], Callable[[Tensor], None]]:
-    def open_plain(model: Layers, size: int) -> Callable[[Tensor], None]:
-        model.sp = SequenceParallel(
-            SequenceParallelConfig(sequence_parallel_size=size, route="ring"), group()
-        )
-        return lambda x: model(x).sum().backward()
-
-    return open_plain
+def gloo_step(model: Layers, size: int) -> Step:
+    return step_over(own_group(), model, size)
 
 
-def _deepspeed(model: Layers, size: int) -> Callable[[Tensor], None]:
+def mpi_step(model: Layers, size: int) -> Step:
+    from mpi4py import MPI
+
+    return step_over(MPI.COMM_WORLD, model, size)
+
+
+def step_over(group: Any, model: Layers, size: int) -> Step:
+    """A step with attention over the ranks of a torch process group or MPI communicator."""
+    config = SequenceParallelConfig(sequence_parallel_size=size, route="ring")
+    model.sp = SequenceParallel(config, group)
+
+    def step(x: Tensor) -> None:
+        model(x).sum().backward()
+
+    return step
+
+
+def deepspeed_step(model: Layers, size: int) -> Step:
     import wf_deepspeed
 
     config = {
@@ -146,15 +172,7 @@ def _deepspeed(model: Layers, size: int) -> Callable[[Tensor], None]:
     return step
 
 
-def _mpi_world() -> Any:
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
-
-
-OPEN = MappingProxyType(
-    {"gloo": _plain(own_group), "mpi": _plain(_mpi_world), "deepspeed": _deepspeed}
-)
+MAKE_STEP = MappingProxyType({"gloo": gloo_step, "mpi": mpi_step, "deepspeed": deepspeed_step})
 
 if __name__ == "__main__":
     main()

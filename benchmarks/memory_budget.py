@@ -1,12 +1,12 @@
-"""How well the memory budget of `wallfacer plan` holds: predicted beside measured, on small Llamas.
+"""How well the memory budget of `wallfacer plan` holds: predicted and measured, for small Llamas.
 
     python benchmarks/memory_budget.py
     python benchmarks/memory_budget.py --device cuda  # one rank, see memory_cuda.py
 
-Each figure is the difference of two runs in fresh processes, of two lengths or two numbers of
-layers, divided by theirs: what a process takes for itself drops out. Measured is the largest rank's
-VmHWM (Linux). Device and host are one memory here, so that with checkpoints on the host the sum of
-both is compared.
+Each figure comes from two runs in fresh processes that differ in the length or the number of
+layers: the difference of their bytes / the difference of their tokens or parameters. So the memory
+that any Python process takes drops out. Measured bytes are VmHWM of the largest rank (Linux). On a
+CPU device and host are one memory, so with checkpoints on the host the sum of both is compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import cores_and_load, cpu_name, last_lines
+from measure import cores_and_load, cpu_name, last_lines, print_head, print_row
 
 from wf_backends.budget import Buckets, Decoder, Options, Training
 from wf_backends.cluster import load
@@ -29,23 +29,29 @@ from wf_backends.planner import Choice, Request, Workload, price_plan
 from wf_backends.schedule import in_rank_order, make_mask
 
 RANK = Path(__file__).with_name("memory_rank.py")
-# Freed memory goes back to the system at once, whatever was allocated before
+# The C library returns freed memory to the system at once, so that earlier peaks do not count.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 ENVIRONMENT |= {"DS_ACCELERATOR": "cpu"}
 ITEMSIZES = {"float32": 4, "bfloat16": 2}
 SMALL = {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 256}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-VOCABULARY = SMALL | {"vocab_size": 16384}
+LARGE_VOCABULARY = SMALL | {"vocab_size": 16384}
 WIDE = {"hidden_size": 512, "intermediate_size": 1408, "vocab_size": 512}
 WIDE |= {"num_attention_heads": 8, "num_key_value_heads": 4}
-SEQLENS = (2048, 4096)  # for each rank
-LAYERS = 4, 12
+SEQLENS = (2048, 4096)  # of a rank
+LAYERS = (4, 12)
+CHECKPOINTS = ("none", "device", "host")  # where the inputs of recomputed layers are kept
 BUCKETS = {"reduce_bucket_size": 500_000}
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One run: what is trained, and what of it varies."""
+class Case:
+    """A training job that is predicted and measured.
+
+    checkpoints: one of CHECKPOINTS. shape: sizes of the model, as keyword arguments of LlamaConfig.
+    tile: rows of a tile of MLPs and loss; 0 = no tiles. stage: of DeepSpeed's ZeRO; None = a plain
+    training loop without an optimizer. seqlen: of the whole sequence.
+    """
 
     dtype: str
     checkpoints: str = "none"
@@ -58,98 +64,106 @@ class Point:
     layers: int = 4
 
     @property
-    def case(self) -> dict[str, Any]:
-        """What memory_rank.py takes."""
-        words = {"sequence_parallel_size": self.ranks, "route": {"name": self.route}}
-        case = {"dtype": self.dtype, "shape": dict(self.shape), "words": words}
-        case |= {"seqlen": self.seqlen, "layers": self.layers, "tile": self.tile}
+    def arguments(self) -> dict[str, Any]:
+        """The case as memory_rank.py takes it."""
+        block = {"sequence_parallel_size": self.ranks, "route": {"name": self.route}}
+        arguments = {"dtype": self.dtype, "shape": dict(self.shape), "wallfacer": block}
+        arguments |= {"seqlen": self.seqlen, "layers": self.layers, "tile": self.tile}
         if self.checkpoints != "none":
-            case["activation_checkpointing"] = {"offload": self.checkpoints == "host"}
-        return case if self.stage is None else case | {"stage": self.stage, "buckets": BUCKETS}
+            arguments["activation_checkpointing"] = {"offload": self.checkpoints == "host"}
+        if self.stage is not None:
+            arguments |= {"stage": self.stage, "buckets": BUCKETS}
+        return arguments
 
     @property
     def training(self) -> Training:
+        """The case as `wallfacer plan` sees it."""
         sizes, itemsize = dict(self.shape), ITEMSIZES[self.dtype]
         heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
         h, i, v = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
         d = h // heads
-        each = 2 * h * h + 2 * h * kv_heads * d + 3 * h * i + 2 * h
-        count = self.layers * each + 2 * h * v + h
-        model = Decoder(self.layers, h, i, v, heads, kv_heads, d, count, itemsize)
+        layer_parameters = 2 * h * h + 2 * h * kv_heads * d + 3 * h * i + 2 * h
+        parameters = self.layers * layer_parameters + 2 * h * v + h
+        model = Decoder(self.layers, h, i, v, heads, kv_heads, d, parameters, itemsize)
         return Training(model, self.ranks, self._attention_bytes(model), buckets=Buckets(**BUCKETS))
 
     def _attention_bytes(self, model: Decoder) -> float:
-        """For each token of a rank, as the planner counts them."""
-        item = model.itemsize
-        shape = Shape(1, model.heads, model.kv_heads, model.head_dim, item, max(4, item))
-        work = Workload(shape, 4096, make_mask(True, (-1, -1)).within(4096), "zigzag", "auto")
+        """Bytes of attention's buffers for each token of a rank, as the planner counts them."""
+        seqlen, itemsize = 4096, model.itemsize
+        shape = Shape(1, model.heads, model.kv_heads, model.head_dim, itemsize, max(4, itemsize))
+        mask = make_mask(True, (-1, -1)).within(seqlen)
+        workload = Workload(shape, seqlen, mask, "zigzag", "auto")
         topology = replace(load("one-host"), ranks_per_host=self.ranks)
         route = in_rank_order({"name": self.route}, self.ranks)
-        plan = price_plan(Request(topology, work), Choice(1, route, route))
-        return plan.cost.memory_bytes / (4096 / self.ranks)
+        plan = price_plan(Request(topology, workload), Choice(1, route, route))
+        return plan.cost.memory_bytes / (seqlen / self.ranks)
 
     def predicted(self) -> float:
-        """Bytes of a rank, its device's and the host's."""
+        """Bytes of a rank, on its device and on the host.
+
+        Without `stage` of activations alone: weights and gradients do not depend on the length.
+        """
         options = Options(self.checkpoints, self.tile)
-        found = self.training.activations(self.seqlen, options)
-        if self.stage is None:  # gradients live between steps, and there is no optimizer
-            return found.peak + found.host
-        return self.training.states(self.stage).peak(found.peak)
+        activations = self.training.activations(self.seqlen, options)
+        if self.stage is None:
+            return activations.peak + activations.host
+        return self.training.states(self.stage).peak(activations.peak)
 
     def measured(self) -> int:
         """Bytes of the largest rank."""
-        command = [sys.executable, str(RANK), json.dumps(self.case)]
+        command = [sys.executable, str(RANK), json.dumps(self.arguments)]
         return max(map(int, last_lines(command, self.ranks, ENVIRONMENT)))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Two runs, and what their difference is divided by."""
+    """Two cases, and the number of tokens or parameters by which they differ."""
 
-    words: str
-    first: Point
-    second: Point
-    units: float
+    cells: tuple[str, ...]
+    first: Case
+    second: Case
+    units: int
 
-    def line(self) -> str:
-        """As a row of the table."""
+    def print(self) -> None:
+        """Measure both cases and print the row."""
         predicted = (self.second.predicted() - self.first.predicted()) / self.units
         measured = (self.second.measured() - self.first.measured()) / self.units
         digits = 0 if predicted > 100 else 2
-        figures = f"{predicted:,.{digits}f} | {measured:,.{digits}f}"
-        return f"| {self.words} | {figures} | {predicted / measured:.2f} |"
+        figures = [f"{predicted:,.{digits}f}", f"{measured:,.{digits}f}"]
+        print_row(*self.cells, *figures, f"{predicted / measured:.2f}")
 
 
 def by_token() -> Iterator[Row]:
     """Activations: bytes for each token of a rank."""
-    points = [
-        Point(dtype, checkpoints)
-        for dtype in ITEMSIZES
-        for checkpoints in ("none", "device", "host")
-    ]
-    points += [Point("bfloat16", c, shape=tuple(VOCABULARY.items())) for c in ("none", "device")]
-    points += [Point("bfloat16", "device", 2, route=route) for route in ("ring", "all_gather")]
-    points += [Point("bfloat16", "host", 2)]
-    points += [
-        Point(dtype, c, shape=tuple(VOCABULARY.items()), tile=256)
-        for dtype in ITEMSIZES
-        for c in ("none", "device", "host")
-    ]
-    for one in points:
-        short, long = (replace(one, seqlen=one.ranks * s) for s in SEQLENS)
-        vocabulary = dict(one.shape)["vocab_size"]
-        words = f"{one.dtype}, {one.ranks} x {one.route}, vocabulary {vocabulary:,}"
-        tiles = f"tiles of {one.tile}" if one.tile else "whole"
-        yield Row(f"{words} | {one.checkpoints} | {tiles}", short, long, SEQLENS[1] - SEQLENS[0])
+    for case in token_cases():
+        short, long = (replace(case, seqlen=case.ranks * seqlen) for seqlen in SEQLENS)
+        vocabulary = dict(case.shape)["vocab_size"]
+        model = f"{case.dtype}, {case.ranks} x {case.route}, vocabulary {vocabulary:,}"
+        tiles = f"tiles of {case.tile}" if case.tile else "whole"
+        yield Row((model, case.checkpoints, tiles), short, long, SEQLENS[1] - SEQLENS[0])
+
+
+def token_cases() -> list[Case]:
+    large_vocabulary = tuple(LARGE_VOCABULARY.items())
+    cases = [Case(dtype, checkpoints) for dtype in ITEMSIZES for checkpoints in CHECKPOINTS]
+    for checkpoints in ("none", "device"):
+        cases.append(Case("bfloat16", checkpoints, shape=large_vocabulary))
+    for route in ("ring", "all_gather"):
+        cases.append(Case("bfloat16", "device", ranks=2, route=route))
+    cases.append(Case("bfloat16", "host", ranks=2))
+    for dtype in ITEMSIZES:
+        for checkpoints in CHECKPOINTS:
+            cases.append(Case(dtype, checkpoints, shape=large_vocabulary, tile=256))
+    return cases
 
 
 def by_parameter() -> Iterator[Row]:
     """States: bytes for each parameter, of bfloat16 models on two ranks."""
     for stage in range(4):
-        one = Point("bfloat16", ranks=2, shape=tuple(WIDE.items()), stage=stage)
-        few, many = (replace(one, layers=layers) for layers in LAYERS)
-        units = many.training.model.parameters - few.training.model.parameters
-        yield Row(f"{stage}", few, many, units)
+        case = Case("bfloat16", ranks=2, shape=tuple(WIDE.items()), stage=stage)
+        shallow, deep = (replace(case, layers=layers) for layers in LAYERS)
+        difference = deep.training.model.parameters - shallow.training.model.parameters
+        yield Row((f"{stage}",), shallow, deep, difference)
 
 
 def main() -> None:
@@ -160,14 +174,14 @@ def main() -> None:
 
         return memory_cuda.main()
     print(f"torch {torch.__version__}, {cpu_name()}, {cores_and_load()}\n")
-    print("| bytes a token of a rank | checkpoints | MLP, loss | predicted | measured | ratio |")
-    print("|---|---|---|---|---|---|")
+    figures = ("predicted", "measured", "ratio")
+    print_head("bytes a token of a rank", "checkpoints", "MLP, loss", *figures)
     for row in by_token():
-        print(row.line(), flush=True)
-    print("\n| bytes for each parameter, ZeRO stage | predicted | measured | ratio |")
-    print("|---|---|---|---|")
+        row.print()
+    print()
+    print_head("bytes for each parameter, ZeRO stage", *figures)
     for row in by_parameter():
-        print(row.line(), flush=True)
+        row.print()
 
 
 if __name__ == "__main__":

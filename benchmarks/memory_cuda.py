@@ -1,12 +1,12 @@
-"""The memory budget of `wallfacer plan` beside real steps on one GPU: its memory, and the host's.
+"""The memory budget of `wallfacer plan` and real steps on one GPU: its memory, and the host's.
 
     python benchmarks/memory_budget.py --device cuda
 
-One rank, one process. The device's bytes are those that torch's allocator was asked for, beyond
-what other cases left; the host's are the blocks of torch's pinned memory, which it rounds up to
-powers of two and keeps. (Its "active_bytes" never fall in torch 2.11, and are no measure.)
-Activations are counted for each token, from two lengths, and as a whole at the longer one; all
-beside them by whole steps of DeepSpeed's engine with AdamW, part by part of a step.
+One rank, one process. Bytes of the device are those that operators requested from torch's
+allocator, without what earlier cases left. (Its "active_bytes" never fall in torch 2.11, and are no
+measure.) Bytes of the host are the blocks of torch's pinned memory, which it rounds up to powers of
+two and keeps. The first table has activations: bytes per token from two lengths, and all bytes at
+both. The second table has whole steps of DeepSpeed's engine with AdamW, part by part.
 """
 
 from __future__ import annotations
@@ -15,154 +15,170 @@ import gc
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
-from measure import attempt
-from memory_budget import Point
-from memory_rank import warmed_step
+from measure import attempt, become_only_rank, print_head, print_row
+from memory_budget import CHECKPOINTS, Case
+from memory_rank import warmed_up_step
 
-from wf_backends.budget import Buckets, Options
+from wf_backends.budget import Activations, Buckets, Options, States
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32768}
 SHAPE |= {"num_attention_heads": 16, "num_key_value_heads": 8}
 LAYERS = 8
-SEQLENS = 8192, 16384
-TILED_SEQLENS = 32768, 65536  # below, the fixed size of a tile of logits is what tells
-TILE = 1024
+SEQLENS = (8192, 16384)
+TILED_SEQLENS = (32768, 65536)  # of shorter sequences one tile of logits is most of the memory
+TILE_ROWS = 1024
 BUCKETS = {"reduce_bucket_size": 50_000_000}
 GIB = 1 << 30
-ASKED, GIVEN = "requested_bytes.all", "allocated_bytes.all"
+REQUESTED, IN_BLOCKS = "requested_bytes.all", "allocated_bytes.all"  # of torch.cuda.memory_stats()
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """At the peak of a step."""
+class PredictedBytes:
+    """At the peak of a step, on the device and on the host."""
 
     device: float
-    blocks: float
     host: float
 
 
 @dataclass(frozen=True)
-class Seen(Bytes):
-    """`before` the step: weights, gradients, optimizer states. `parts`: the most of each part."""
+class MeasuredBytes:
+    """At the peak of a step; before the step; and the peak of each of its parts.
 
+    blocks: the same bytes of the device as blocks of torch's allocator. before: weights, gradients
+    and optimizer states. parts: by name ("forward", "backward", "step").
+    """
+
+    device: int
+    blocks: int
+    host: int
     before: int
     parts: dict[str, int]
 
 
-def measured(point: Point) -> Seen:
-    """Of a real step, which runs twice."""
-    _settle()
-    left = torch.cuda.memory_stats()
-    step = warmed_step(point.case | {"device": "cuda", "buckets": BUCKETS})
-    _settle()
-    before = torch.cuda.memory_stats()[f"{ASKED}.current"] - left[f"{ASKED}.current"]
-    torch.cuda.reset_peak_host_memory_stats()
-    parts, blocks = dict[str, int](), 0
+def measured(case: Case) -> MeasuredBytes:
+    """Run the case's step twice."""
+    _free_cached_memory()
+    earlier = torch.cuda.memory_stats()  # what earlier cases left
+    step = warmed_up_step(case.arguments | {"device": "cuda", "buckets": BUCKETS})
+    _free_cached_memory()
+
+    def beyond_earlier(statistic: str, moment: str) -> int:
+        now = torch.cuda.memory_stats()[f"{statistic}.{moment}"]
+        return now - earlier[f"{statistic}.current"]
+
+    before = beyond_earlier(REQUESTED, "current")
+    parts: dict[str, int] = {}
+    blocks = 0
 
     def after(part: str) -> None:
         nonlocal blocks
         torch.cuda.synchronize()
-        now = torch.cuda.memory_stats()
-        parts[part] = max(parts.get(part, 0), now[f"{ASKED}.peak"] - left[f"{ASKED}.current"])
-        blocks = max(blocks, now[f"{GIVEN}.peak"] - left[f"{GIVEN}.current"])
+        parts[part] = max(parts.get(part, 0), beyond_earlier(REQUESTED, "peak"))
+        blocks = max(blocks, beyond_earlier(IN_BLOCKS, "peak"))
         torch.cuda.reset_peak_memory_stats()
 
+    torch.cuda.reset_peak_host_memory_stats()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
-        step(point.seqlen, after)
+        step(case.seqlen, after)
     host = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
-    return Seen(max(parts.values()), blocks, host, before, parts)
+    return MeasuredBytes(max(parts.values()), blocks, host, before, parts)
 
 
-def _settle() -> None:
+def _free_cached_memory() -> None:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch._C._host_emptyCache()
 
 
-def predicted(point: Point) -> Bytes:
-    """Of a step: without DeepSpeed activations alone, with it all."""
-    options = Options(point.checkpoints, point.tile)
-    training = replace(point.training, buckets=Buckets(**BUCKETS))
-    found = training.activations(point.seqlen, options)
-    if point.stage is None:
-        return Bytes(found.peak, found.peak, found.host)
-    every = training.states(point.stage).peak(found.peak)
-    return Bytes(every, every, found.host)
+def predicted(case: Case) -> PredictedBytes:
+    """Of activations alone; under DeepSpeed of the whole step."""
+    states, activations = predicted_parts(case)
+    device = activations.peak if states is None else states.peak(activations.peak)
+    return PredictedBytes(device, activations.host)
 
 
-def points() -> Iterator[Point]:
-    base = Point("bfloat16", shape=tuple(SHAPE.items()), layers=LAYERS)
-    for checkpoints in ("none", "device", "host"):
-        for tile in (0, TILE):
+def predicted_parts(case: Case) -> tuple[States | None, Activations]:
+    """What a prediction is made of; the states are None without DeepSpeed."""
+    training = replace(case.training, buckets=Buckets(**BUCKETS))
+    activations = training.activations(case.seqlen, Options(case.checkpoints, case.tile))
+    return None if case.stage is None else training.states(case.stage), activations
+
+
+def activation_cases() -> Iterator[Case]:
+    base = Case("bfloat16", shape=tuple(SHAPE.items()), layers=LAYERS)
+    for checkpoints in CHECKPOINTS:
+        for tile in (0, TILE_ROWS):
             yield replace(base, checkpoints=checkpoints, tile=tile)
 
 
-def by_token(one: Point) -> str:
-    """A row: bytes of activations for each token, on the device and on the host, and all of them
-    at the longer length."""
-    lengths = TILED_SEQLENS if one.tile else SEQLENS
-    short, long = (replace(one, seqlen=length) for length in lengths)
-    few, many = measured(short), measured(long)
-    least, most = predicted(short), predicted(long)
-    count = lengths[1] - lengths[0]
-    told = (most.device - least.device) / count
-    asked, given = (many.device - few.device) / count, (many.blocks - few.blocks) / count
-    host, seen = (most.host - least.host) / count, (many.host - few.host) / count
-    how = f"{one.checkpoints} | {f'tiles of {one.tile}' if one.tile else 'whole'}"
-    device = f"{told:,.0f} | {asked:,.0f} | {told / asked:.2f} | {given:,.0f}"
-    whole = [
-        f"{f.device / GIB:.2f} {(x.device - x.before) / GIB:.2f}"
-        for f, x in ((least, few), (most, many))
-    ]
-    at = " | ".join(whole)
-    return f"| {how} | {device} | {host:,.0f} | {seen:,.0f} | {lengths[1]:,} | {at} |"
+def step_cases() -> Iterator[Case]:
+    base = Case("bfloat16", shape=tuple(SHAPE.items()), layers=LAYERS, seqlen=SEQLENS[0])
+    for stage in range(4):
+        yield replace(base, checkpoints="device", stage=stage)
+    yield replace(base, stage=0)
 
 
-def whole_step(one: Point) -> str:
-    """A row: all that a step of DeepSpeed's engine holds, and the most of each part of it."""
-    told, seen = predicted(one), measured(one)
-    ratio = f"{told.device / seen.device:.2f} | {seen.blocks / GIB:.2f}"
-    parts = " | ".join(f"{count / GIB:.2f}" for count in (seen.before, *seen.parts.values()))
-    cells = f"{told.device / GIB:.2f} | {seen.device / GIB:.2f} | {ratio} | {parts}"
-    return f"| {one.stage} | {one.checkpoints} | {cells} |"
+def activation_row(case: Case) -> None:
+    """Print activations in bytes per token, on the device and on the host, and in GiB."""
+    lengths = TILED_SEQLENS if case.tile else SEQLENS
+    num_tokens = lengths[1] - lengths[0]
+    short, long = (replace(case, seqlen=length) for length in lengths)
+    measured_short, measured_long = measured(short), measured(long)
+    predicted_short, predicted_long = predicted(short), predicted(long)
+    expected = (predicted_long.device - predicted_short.device) / num_tokens
+    requested = (measured_long.device - measured_short.device) / num_tokens
+    in_blocks = (measured_long.blocks - measured_short.blocks) / num_tokens
+    expected_host = (predicted_long.host - predicted_short.host) / num_tokens
+    pinned = (measured_long.host - measured_short.host) / num_tokens
+    cells = [case.checkpoints, f"tiles of {case.tile}" if case.tile else "whole"]
+    cells += [f"{expected:,.0f}", f"{requested:,.0f}", f"{expected / requested:.2f}"]
+    cells += [f"{in_blocks:,.0f}", f"{expected_host:,.0f}", f"{pinned:,.0f}", f"{lengths[1]:,}"]
+    cells += [in_gib(predicted_short, measured_short), in_gib(predicted_long, measured_long)]
+    print_row(*cells)
 
 
-def terms(one: Point) -> str:
-    """What the prediction of a whole step is made of, in GiB."""
-    training = replace(one.training, buckets=Buckets(**BUCKETS))
-    found = training.activations(one.seqlen, Options(one.checkpoints, one.tile))
-    held = asdict(training.states(one.stage or 0)) | asdict(found)
-    return ", ".join(f"{key} {value / GIB:.3f}" for key, value in held.items())
+def in_gib(expected: PredictedBytes, found: MeasuredBytes) -> str:
+    """A cell: predicted and measured GiB of activations on the device."""
+    return f"{expected.device / GIB:.2f} {(found.device - found.before) / GIB:.2f}"
+
+
+def step_row(case: Case) -> None:
+    """Print the peak of a step of DeepSpeed's engine, the bytes before it, and its parts' peaks."""
+    expected, found = predicted(case).device, measured(case)
+    gigabytes = [expected, found.device, found.blocks, found.before, *found.parts.values()]
+    predicted_gib, device, blocks, before, *parts = (f"{x / GIB:.2f}" for x in gigabytes)
+    ratio = f"{expected / found.device:.2f}"
+    print_row(case.stage, case.checkpoints, predicted_gib, device, ratio, blocks, before, *parts)
+
+
+def print_prediction(case: Case) -> None:
+    """Print what the prediction of a whole step is made of, in GiB."""
+    states, activations = predicted_parts(case)
+    assert states is not None
+    parts = asdict(states) | asdict(activations)
+    text = ", ".join(f"{name} {nbytes / GIB:.3f}" for name, nbytes in parts.items())
+    print(f"<!-- {text} -->", flush=True)
 
 
 def main() -> None:
-    one = next(points())
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"})
+    become_only_rank()
+    parameters = next(activation_cases()).training.model.parameters
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}; a Llama of ", end="")
-    print(f"{one.training.model.parameters / 1e6:.0f} M parameters in bfloat16\n")
-    print("| checkpoints | MLP, loss | predicted bytes a token | measured | ratio ", end="")
-    print("| in blocks | host predicted | pinned | long | predicted, measured GiB, short | long |")
-    print(f"{'|---' * 11}|", flush=True)
-    for point in points():
-        attempt(lambda point=point: print(by_token(point), flush=True))
-    print(
-        f"\n| ZeRO stage, {SEQLENS[0]:,} tokens | checkpoints | predicted GiB | measured ", end=""
-    )
-    print("| ratio | in blocks | before | forward | backward | step |")
-    print(f"{'|---' * 10}|", flush=True)
-    for checkpoints, stage in (
-        ("device", 0),
-        ("device", 1),
-        ("device", 2),
-        ("device", 3),
-        ("none", 0),
-    ):
-        point = replace(one, checkpoints=checkpoints, stage=stage, seqlen=SEQLENS[0])
-        attempt(lambda point=point: print(whole_step(point), flush=True))
-        print(f"<!-- {terms(point)} -->", flush=True)
-    os._exit(0)  # what DeepSpeed would say on its way out is no figure
+    print(f"{parameters / 1e6:.0f} M parameters in bfloat16\n")
+    head = ("checkpoints", "MLP, loss", "predicted bytes a token", "measured", "ratio")
+    head += ("in blocks", "host predicted", "pinned", "long")
+    print_head(*head, "predicted, measured GiB, short", "long")
+    for case in activation_cases():
+        attempt(partial(activation_row, case))
+    print()
+    head = (f"ZeRO stage, {SEQLENS[0]:,} tokens", "checkpoints", "predicted GiB", "measured")
+    print_head(*head, "ratio", "in blocks", "before", "forward", "backward", "step")
+    for case in step_cases():
+        attempt(partial(step_row, case))
+        print_prediction(case)
+    os._exit(0)  # without the messages that DeepSpeed prints when a process ends

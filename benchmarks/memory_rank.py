@@ -1,6 +1,11 @@
-"""One rank of memory_budget.py: trains a small Llama and prints the most memory that it held.
+"""One rank of memory_budget.py: trains a small Llama and prints the bytes of memory at its peak.
 
-python benchmarks/memory_rank.py '{"seqlen": 4096, "layers": 4, "words": {}}'
+    python benchmarks/memory_rank.py '{"seqlen": 4096, "layers": 4, "dtype": "float32",
+        "shape": {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 256,
+                  "num_attention_heads": 4, "num_key_value_heads": 2}, "wallfacer": {}}'
+
+Other keys of a case: "tile" (rows of a tile of MLPs and loss), "activation_checkpointing" (a block
+of wf_transformers), "stage" and "buckets" (DeepSpeed's ZeRO), "device".
 """
 
 from __future__ import annotations
@@ -16,98 +21,115 @@ from typing import Any, Protocol
 
 import torch
 from measure import peak, reset_peak
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import wf_transformers
 from wf_backends import SequenceParallel, SequenceParallelConfig, launch
 from wf_backends.tiling import Tiles, tile_modules
 
-WARM = 64  # tokens of the steps that are not measured
+WARM_UP_TOKENS = 64
 
 
-def _unseen(part: str) -> None:
-    """After a part of a step."""
+def _ignore(part: str) -> None:
+    """The default of `after`."""
 
 
 class Step(Protocol):
-    """A step of so many tokens. `after` is told when forward, backward and optimizer are done."""
+    """A training step on a sequence of `seqlen` tokens.
 
-    def __call__(self, seqlen: int, after: Callable[[str], None] = _unseen) -> None: ...
+    It calls `after` at the end of each part: "forward", "backward", and "step" if there is an
+    optimizer.
+    """
+
+    def __call__(self, seqlen: int, after: Callable[[str], None] = _ignore) -> None: ...
 
 
 def train(case: dict[str, Any]) -> int:
-    """Bytes at the peak of a step, everything that lives between steps included."""
-    step = warmed_step(case)
+    """Bytes of this process at the peak of a step."""
+    step = warmed_up_step(case)
     reset_peak()
     for _ in range(2):
         step(case["seqlen"])
     return peak()
 
 
-def warmed_step(case: dict[str, Any]) -> Step:
-    step = under_deepspeed(case) if "stage" in case else alone(case)
-    for _ in range(2):  # allocates optimizer states, learns the order of parameters
-        step(WARM)
+def warmed_up_step(case: dict[str, Any]) -> Step:
+    """The step of a case, after two short ones.
+
+    They allocate optimizer states, and DeepSpeed learns the order of the parameters.
+    """
+    step = deepspeed_step(case) if "stage" in case else plain_step(case)
+    for _ in range(2):
+        step(WARM_UP_TOKENS)
     return step
 
 
 def llama(case: dict[str, Any]) -> Any:
     """A Llama of the case's sizes, on the case's device."""
     torch.manual_seed(0)
-    words = case["shape"] | {"num_hidden_layers": case["layers"]}
+    sizes = case["shape"] | {"num_hidden_layers": case["layers"]}
     with torch.device(case.get("device", "cpu")):
-        model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=1 << 17, **words))
+        model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=1 << 17, **sizes))
     return model.to(getattr(torch, case["dtype"])).train()
 
 
-def alone(case: dict[str, Any]) -> Step:
-    """A step with attention over the ranks of the job, and no optimizer."""
-    sp = SequenceParallel(SequenceParallelConfig.from_dict(case["words"]))
-    model, tile = llama(case), case.get("tile", 0)
+def plain_step(case: dict[str, Any]) -> Step:
+    """A step with attention over the ranks of the job, without an optimizer."""
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(case["wallfacer"]))
+    model, tile_rows = llama(case), case.get("tile", 0)
     checkpointing = case.get("activation_checkpointing")
     handle = wf_transformers.attach(model, sp, activation_checkpointing=checkpointing)
-    if not tile:
+    if not tile_rows:
         wf_transformers.WholeBatchHooks(model, handle)
 
-    def step(seqlen: int, after: Callable[[str], None] = _unseen) -> None:
-        ids = torch.randint(model.config.vocab_size, (1, seqlen), device=model.device)
-        whole = {"input_ids": ids, "labels": ids}
-        if not tile:
-            loss = model(**whole, use_cache=False).loss
-            after("forward")
-            loss.backward()
-            return after("backward")
-        words = wf_transformers.forward_kwargs(
-            model, sp.shard_batch(whole), num_valid=torch.tensor(seqlen - 1)
-        )
-        tiled = tile_modules(model, tiles(model, -(-seqlen // tile)))
-        loss = model(**words).loss
+    def step(seqlen: int, after: Callable[[str], None] = _ignore) -> None:
+        batch = draw_batch(model, seqlen)
+        loss = model(**batch, use_cache=False).loss
+        after("forward")
+        loss.backward()
+        after("backward")
+
+    def tiled_step(seqlen: int, after: Callable[[str], None] = _ignore) -> None:
+        shard = sp.shard_batch(draw_batch(model, seqlen))
+        num_valid = torch.tensor(seqlen - 1)
+        kwargs = wf_transformers.forward_kwargs(model, shard, num_valid=num_valid)
+        tiled = tile_modules(model, tiles(model, -(-seqlen // tile_rows)))
+        loss = model(**kwargs).loss
         after("forward")
         loss.backward()
         after("backward")
         tiled.remove()
 
-    return step
+    return tiled_step if tile_rows else step
 
 
-def tiles(model: Any, count: int) -> list[Tiles]:
-    """All MLPs, and logits and loss, in so many tiles."""
+def draw_batch(model: Any, seqlen: int) -> dict[str, Tensor]:
+    """A whole batch of one sequence, (1, seqlen)."""
+    ids = torch.randint(model.config.vocab_size, (1, seqlen), device=model.device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def tiles(model: Any, num_tiles: int) -> list[Tiles]:
+    """Every MLP, and logits and loss, in `num_tiles` tiles of the sequence."""
     mlps = [f"model.layers.{index}.mlp" for index in range(len(model.model.layers))]
-    return [*(Tiles(name, 1, count) for name in mlps), Tiles("lm_head", 1, count, loss=True)]
+    tiled_mlps = [Tiles(name, 1, num_tiles) for name in mlps]
+    return [*tiled_mlps, Tiles("lm_head", 1, num_tiles, loss=True)]
 
 
-def under_deepspeed(case: dict[str, Any]) -> Step:
-    """A step of DeepSpeed's engine and AdamW."""
+def deepspeed_step(case: dict[str, Any]) -> Step:
+    """A step of DeepSpeed's engine with AdamW."""
     import wf_deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    checkpointing = case.get("activation_checkpointing")
-    words = {"activation_checkpointing": checkpointing} if checkpointing else {}
+    block = dict(case["wallfacer"])
+    if "activation_checkpointing" in case:
+        block["activation_checkpointing"] = case["activation_checkpointing"]
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": case["stage"], **case["buckets"]},
-        "wallfacer": case["words"] | words,
+        "wallfacer": block,
     }
     with wf_deepspeed.without_shared_memory_op():
         model = llama(case)
@@ -115,9 +137,8 @@ def under_deepspeed(case: dict[str, Any]) -> Step:
         engine, *_ = wf_deepspeed.initialize(model=model, optimizer=adam, config=config)
     wf_transformers.WholeBatchHooks(engine.module, engine.wallfacer)
 
-    def step(seqlen: int, after: Callable[[str], None] = _unseen) -> None:
-        ids = torch.randint(model.config.vocab_size, (1, seqlen), device=model.device)
-        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+    def step(seqlen: int, after: Callable[[str], None] = _ignore) -> None:
+        loss = engine(**draw_batch(model, seqlen), use_cache=False).loss
         after("forward")
         engine.backward(loss)
         after("backward")
@@ -133,9 +154,9 @@ def main() -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             launch.init()
-        found = train(json.loads(sys.argv[1]))
-    print(found, flush=True)
-    os._exit(0)  # what DeepSpeed and gloo would say on their way out is no figure
+        peak_bytes = train(json.loads(sys.argv[1]))
+    print(peak_bytes, flush=True)
+    os._exit(0)  # without the messages that DeepSpeed and gloo print when a process ends
 
 
 if __name__ == "__main__":

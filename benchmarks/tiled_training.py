@@ -1,16 +1,16 @@
-"""A training step with tiles of MLPs, logits and loss: ours beside DeepSpeed's, as ALST does it.
+"""A training step with tiles of MLPs, logits and loss: ours, and DeepSpeed's as in ALST.
 
     OMP_NUM_THREADS=1 python benchmarks/tiled_training.py > benchmarks/results/tiled_training.md
 
-A small Llama, its layers recomputed, without an optimizer, on one rank and over several: ours with
-WallFacer's attention, DeepSpeed's tiles with its UlyssesSPAttentionHF. Peaks are those of the
-largest of fresh processes (VmHWM of a step after a short one), at two lengths, so that what does
-not grow with the tokens drops out of the slope. DeepSpeed's tiles have as many rows as the hidden
-size, as in its example.
+A small Llama with recomputed layers and without an optimizer, on one rank and over several: our
+tiles with WallFacer's attention, DeepSpeed's tiles with its UlyssesSPAttentionHF. Every row runs in
+fresh processes; the peak is VmHWM of the largest one in a step after a short step. "KiB a token" is
+the slope between two lengths: what does not grow with the tokens drops out. A tile of DeepSpeed has
+as many rows as the hidden size, as in its example.
 
     python benchmarks/tiled_training.py --device cuda
 
-is one rank in one process, a wider model, torch's allocator and CUDA events.
+runs a wider model on one GPU in one process, measured by torch's allocator and CUDA events.
 """
 
 from __future__ import annotations
@@ -23,14 +23,23 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import cores_and_load, cpu_name, last_lines, peak, reset_peak
+from measure import (
+    cores_and_load,
+    cpu_name,
+    cuda_seconds,
+    last_lines,
+    peak,
+    print_head,
+    print_row,
+    reset_peak,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -39,112 +48,125 @@ import wf_transformers
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.tiling import apply_training, plan_training
 
-WARM = 64
+WARM_UP_TOKENS = 64
+MIB = 1 << 20
+Step = Callable[[Tensor], Tensor]  # whole ids (1, S) -> this rank's share of the loss
 
 
 @dataclass(frozen=True)
 class Size:
-    """The model's, and where it is."""
+    """Sizes of the model, and its device."""
 
     hidden: int = 256
     vocabulary: int = 16384
     device: str = "cpu"
 
 
-ON_GPU = Size(1024, 32768, "cuda")
-Step = Callable[[Tensor], Tensor]  # whole ids -> this rank's share of the loss, after its backward
-MIB = 1 << 20
+GPU_SIZE = Size(1024, 32768, "cuda")
 
 
 def llama(size: Size) -> Any:
     torch.manual_seed(0)
-    shape = {"intermediate_size": 4 * size.hidden, "num_hidden_layers": 4}
-    shape |= {"num_attention_heads": size.hidden // 32, "max_position_embeddings": 1 << 15}
-    shape |= {"hidden_size": size.hidden, "vocab_size": size.vocabulary}
+    config = LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=4 * size.hidden,
+        num_hidden_layers=4,
+        num_attention_heads=size.hidden // 32,
+        max_position_embeddings=1 << 15,
+    )
     with torch.device(size.device):
-        model = LlamaForCausalLM(LlamaConfig(**shape)).train()
+        model = LlamaForCausalLM(config).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
-def whole(local: int, size: Size) -> Step:
-    """The model as it is; over several ranks with our attention."""
-    return own_loss(llama(size))
+def whole_step(local_tokens: int, size: Size) -> Step:
+    """A step without tiles; over several ranks with our attention."""
+    model = llama(size)
+    return one_rank_step(model) if ranks() == 1 else sequence_parallel_step(model)
 
 
-def ours(local: int, size: Size) -> Step:
-    """What `autochunk` finds within `max_slowdown`, of the rank's `local` tokens."""
-    model, ids = llama(size), torch.zeros(1, local, dtype=torch.int64, device=size.device)
+def our_step(local_tokens: int, size: Size) -> Step:
+    """A step with the tiles that AutoChunk plans for `local_tokens` tokens of a rank."""
+    model = llama(size)
+    ids = torch.zeros(1, local_tokens, dtype=torch.int64, device=size.device)
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     plan = plan_training(model, (), batch, max_slowdown=0.25)
     if size.device == "cuda":
-        print(f"<!-- {local} tokens, {plan.explain()} -->".replace("\n", ";"), flush=True)
-    return own_loss(model, lambda: apply_training(model, plan))
+        print(f"<!-- {local_tokens} tokens, {plan.explain()} -->".replace("\n", ";"), flush=True)
+    step = one_rank_step(model) if ranks() == 1 else sequence_parallel_step(model)
+    apply_training(model, plan)  # after attention is attached
+    return step
 
 
-def own_loss(model: Any, tile: Callable[[], object] = lambda: None) -> Step:
-    if ranks() == 1:
-        tile()
-
-        def alone(ids: Tensor) -> Tensor:
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            return loss.detach()
-
-        return alone
-    sp = SequenceParallel(SequenceParallelConfig.from_dict({"sequence_parallel_size": ranks()}))
-    wf_transformers.attach(model, sp)
-    tile()
-
+def one_rank_step(model: Any) -> Step:
     def step(ids: Tensor) -> Tensor:
-        share = sp.shard_batch({"input_ids": ids, "labels": ids})
-        valid = torch.tensor(ids.shape[1] - 1)
-        loss = model(**wf_transformers.forward_kwargs(model, share, num_valid=valid)).loss
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         return loss.detach()
 
     return step
 
 
-def deepspeed(local: int, size: Size) -> Step:
-    """TiledMLP and TiledFusedLogitsLoss, as their docstrings show them, and Ulysses."""
+def sequence_parallel_step(model: Any) -> Step:
+    """A step with our attention over all ranks."""
+    sp = SequenceParallel(SequenceParallelConfig.from_dict({"sequence_parallel_size": ranks()}))
+    wf_transformers.attach(model, sp)
+
+    def step(ids: Tensor) -> Tensor:
+        shard = sp.shard_batch({"input_ids": ids, "labels": ids})
+        num_valid = torch.tensor(ids.shape[1] - 1)
+        loss = model(**wf_transformers.forward_kwargs(model, shard, num_valid=num_valid)).loss
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def deepspeed_step(local_tokens: int, size: Size) -> Step:
+    """A step with TiledMLP and TiledFusedLogitsLoss, as in their docstrings, and with Ulysses."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import (
         TiledFusedLogitsLoss,
         TiledMLP,
         UlyssesSPAttentionHF,
     )
 
-    model, shards = llama(size), math.ceil(local / size.hidden)
+    model = llama(size)
+    num_tiles = math.ceil(local_tokens / size.hidden)
     UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", ranks(), 1)
 
-    def mlp(self: Any, x: Tensor) -> Tensor:
+    def mlp_forward(self: Any, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
-    def tiled(own: nn.Module) -> Callable[[Tensor], Tensor]:
-        return lambda x: TiledMLP.apply(mlp, own, x, shards, list(own.parameters()))
+    def tiled(mlp: nn.Module) -> Callable[[Tensor], Tensor]:
+        return lambda x: TiledMLP.apply(mlp_forward, mlp, x, num_tiles, list(mlp.parameters()))
 
     for layer in model.model.layers:
         layer.mlp.forward = tiled(layer.mlp)
 
-    def loss_of(head: Any, x: Tensor, labels: Tensor) -> Tensor:
+    def sum_of_losses(head: Any, x: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(head(x).flatten(0, -2), labels.flatten(), reduction="sum")
 
     def step(ids: Tensor) -> Tensor:
-        labels = F.pad(ids, (0, 1), value=-100)[:, 1:]
-        places = torch.arange(ids.shape[1], device=ids.device)[None]
-        own = [x.chunk(ranks(), 1)[rank()] for x in (ids, labels, places)]
-        words = {"input_ids": own[0], "position_ids": own[2], "use_cache": False}
-        hidden, head = model.model(**words).last_hidden_state, model.lm_head
-        weights = [head.weight]
-        words = (loss_of, head, hidden, own[1], None, shards, weights, "sum")
-        loss = TiledFusedLogitsLoss.apply(*words) / (ids.shape[1] - 1)
+        next_ids = F.pad(ids, (0, 1), value=-100)[:, 1:]
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        local_ids, labels, position_ids = (
+            x.chunk(ranks(), 1)[rank()] for x in (ids, next_ids, positions)
+        )
+        out = model.model(input_ids=local_ids, position_ids=position_ids, use_cache=False)
+        head, hidden = model.lm_head, out.last_hidden_state
+        loss = TiledFusedLogitsLoss.apply(
+            sum_of_losses, head, hidden, labels, None, num_tiles, [head.weight], "sum"
+        )
+        loss = loss / (ids.shape[1] - 1)
         loss.backward()
         return loss.detach()
 
     return step
 
 
-HOW = {"as it is": whole, "autochunk": ours, "DeepSpeed's tiles": deepspeed}
+MAKE_STEP = {"as it is": whole_step, "autochunk": our_step, "DeepSpeed's tiles": deepspeed_step}
 
 
 def ranks() -> int:
@@ -156,7 +178,7 @@ def rank() -> int:
 
 
 def measured(how: str, seqlen: int) -> dict[str, float]:
-    """In this process: the peak in MiB, the loss of all ranks and the CPU seconds of a step."""
+    """Figures of a step on this rank: the peak in MiB, CPU seconds, and the loss of all ranks."""
     if ranks() > 1:
         import deepspeed
 
@@ -165,57 +187,43 @@ def measured(how: str, seqlen: int) -> dict[str, float]:
         with without_shared_memory_op():
             deepspeed.init_distributed("gloo", verbose=False)
     size = Size()
-    step = HOW[how](seqlen // ranks(), size)
-    step(torch.zeros(1, WARM, dtype=torch.int64))
-    ids = drawn_ids(seqlen, size)
+    step = MAKE_STEP[how](seqlen // ranks(), size)
+    step(torch.zeros(1, WARM_UP_TOKENS, dtype=torch.int64))
+    ids = draw_ids(seqlen, size)
     reset_peak()
     start = time.process_time()
     loss = step(ids)
-    told = {"MiB": peak() / MIB, "s": time.process_time() - start}
+    figures = {"MiB": peak() / MIB, "s": time.process_time() - start}
     if ranks() > 1:
         dist.all_reduce(loss)
-    return told | {"loss": float(loss)}
-
-
-def drawn_ids(seqlen: int, size: Size) -> Tensor:
-    draw = torch.Generator().manual_seed(1)
-    return torch.randint(size.vocabulary, (1, seqlen), generator=draw).to(size.device)
-
-
-def on_gpu(lengths: tuple[int, int]) -> None:
-    """The table of one rank on a GPU; what DeepSpeed registers stays, so its tiles come last."""
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    print(f"\n| how | peak MiB, {lengths[0]} tokens | {lengths[1]} | KiB a token | ms | loss |")
-    print("|---|---|---|---|---|---|", flush=True)
-    for how in HOW:
-        try:
-            low, high = (measured_on_gpu(how, length) for length in lengths)
-        except Exception:
-            traceback.print_exc()
-            continue
-        slope = (high["MiB"] - low["MiB"]) * 1024 / (lengths[1] - lengths[0])
-        cells = f"{low['MiB']:.0f} | {high['MiB']:.0f} | {slope:.1f} | {high['ms']:.0f}"
-        print(f"| {how} | {cells} | {high['loss']:.6f} |", flush=True)
+    return figures | {"loss": float(loss)}
 
 
 def measured_on_gpu(how: str, seqlen: int) -> dict[str, float]:
-    """The peak beyond weights and their gradients in MiB, the median ms of a step, and its loss."""
+    """Figures of a step: the peak in MiB beyond weights and gradients, the median ms, the loss."""
     gc.collect()
     torch.cuda.empty_cache()
-    step, ids = HOW[how](seqlen, ON_GPU), drawn_ids(seqlen, ON_GPU)
-    loss = step(ids)  # gradients are there from here on
+    step, ids = MAKE_STEP[how](seqlen, GPU_SIZE), draw_ids(seqlen, GPU_SIZE)
+    loss = step(ids)  # allocates the gradients
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before, took = torch.cuda.memory_allocated(), list[float]()
-    for _ in range(3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step(ids)
-        end.record()
-        end.synchronize()
-        took.append(start.elapsed_time(end))
-    peaked = torch.cuda.max_memory_allocated() - before
-    return {"MiB": peaked / MIB, "ms": median(took), "loss": float(loss)}
+    before = torch.cuda.memory_allocated()
+    seconds = median(cuda_seconds(lambda: step(ids)) for _ in range(3))
+    peak_bytes = torch.cuda.max_memory_allocated() - before
+    return {"MiB": peak_bytes / MIB, "ms": 1e3 * seconds, "loss": float(loss)}
+
+
+def draw_ids(seqlen: int, size: Size) -> Tensor:
+    """Random ids (1, seqlen), the same on all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(size.vocabulary, (1, seqlen), generator=generator).to(size.device)
+
+
+def in_fresh_processes(how: str, seqlen: int, num_ranks: int) -> dict[str, float]:
+    """`measured` in a new process for each rank; the largest of each figure."""
+    command = [sys.executable, __file__, "--rank", how, str(seqlen)]
+    figures = [json.loads(line) for line in last_lines(command, num_ranks, {})]
+    return {name: max(of_rank[name] for of_rank in figures) for name in figures[0]}
 
 
 def main() -> None:
@@ -226,36 +234,65 @@ def main() -> None:
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # a fresh process: how, length
     args = parser.parse_args()
     if args.device == "cuda":
-        first, last = args.lengths or (8192, 16384)
-        return on_gpu((first, last))
-    args.lengths = args.lengths or (4096, 8192)
+        gpu_table(args.lengths or (8192, 16384))
+        return
     torch.set_num_threads(1)
     if args.rank:
-        told = json.dumps(measured(args.rank[0], int(args.rank[1])))
-        print(f"\n{told}", flush=True)
-        os._exit(0)  # what gloo would say on its way out is no figure
-    print(f"torch {torch.__version__}, {cpu_name()}, one thread a rank; {cores_and_load()} before.")
-    first, last = args.lengths
-    print(f"\n| ranks | how | peak MiB, {first} tokens | {last} | KiB a token | CPU s | loss |")
-    print("|---|---|---|---|---|---|---|")
-    expected = None
-    for count in args.ranks:
-        for how in HOW:
-            low, high = (in_fresh_processes(how, length, count) for length in args.lengths)
-            expected = expected or high["loss"]
-            if abs(high["loss"] / expected - 1) > 1e-5:
-                raise RuntimeError(f"{how} computes another loss: {high['loss']}, not {expected}")
-            slope = (high["MiB"] - low["MiB"]) * 1024 / (last - first)
-            cells = (count, how, f"{low['MiB']:.0f}", f"{high['MiB']:.0f}", f"{slope:.1f}")
-            told = " | ".join(map(str, cells))
-            print(f"| {told} | {high['s']:.1f} | {high['loss']:.5f} |", flush=True)
+        figures = json.dumps(measured(args.rank[0], int(args.rank[1])))
+        print(f"\n{figures}", flush=True)
+        os._exit(0)  # without the messages that gloo prints when a process ends
+    cpu_table(args.lengths or (4096, 8192), args.ranks)
 
 
-def in_fresh_processes(how: str, length: int, count: int) -> dict[str, float]:
-    """What the ranks measured: of each figure the largest."""
-    command = [sys.executable, __file__, "--rank", how, str(length)]
-    told = [json.loads(line) for line in last_lines(command, count, {})]
-    return {name: max(each[name] for each in told) for name in told[0]}
+def cpu_table(lengths: Sequence[int], rank_counts: Sequence[int]) -> None:
+    """Print the table of this machine's CPU.
+
+    Raises:
+        RuntimeError: if the loss of a row differs from the first row's.
+    """
+    print(
+        f"torch {torch.__version__}, {cpu_name()}, one thread a rank; {cores_and_load()} before.\n"
+    )
+    print_head("ranks", "how", *peak_head(lengths), "CPU s", "loss")
+    expected_loss = None
+    for num_ranks in rank_counts:
+        for how in MAKE_STEP:
+            low, high = (in_fresh_processes(how, seqlen, num_ranks) for seqlen in lengths)
+            loss = high["loss"]
+            expected_loss = expected_loss or loss
+            if abs(loss / expected_loss - 1) > 1e-5:
+                raise RuntimeError(f"{how} computes another loss: {loss}, not {expected_loss}")
+            cells = peak_cells(low, high, lengths)
+            print_row(num_ranks, how, *cells, f"{high['s']:.1f}", f"{loss:.5f}")
+
+
+def gpu_table(lengths: Sequence[int]) -> None:
+    """Print the table of one rank on a GPU.
+
+    DeepSpeed's tiles come last: DeepSpeed's attention stays registered in transformers.
+    """
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}\n")
+    print_head("how", *peak_head(lengths), "ms", "loss")
+    for how in MAKE_STEP:
+        try:
+            low, high = (measured_on_gpu(how, seqlen) for seqlen in lengths)
+        except Exception:
+            traceback.print_exc()
+            continue
+        cells = peak_cells(low, high, lengths)
+        print_row(how, *cells, f"{high['ms']:.0f}", f"{high['loss']:.6f}")
+
+
+def peak_head(lengths: Sequence[int]) -> tuple[str, str, str]:
+    return f"peak MiB, {lengths[0]} tokens", f"{lengths[1]}", "KiB a token"
+
+
+def peak_cells(
+    low: dict[str, float], high: dict[str, float], lengths: Sequence[int]
+) -> tuple[str, str, str]:
+    """The peaks at two lengths in MiB, and the KiB that a token adds."""
+    slope = (high["MiB"] - low["MiB"]) * 1024 / (lengths[1] - lengths[0])
+    return f"{low['MiB']:.0f}", f"{high['MiB']:.0f}", f"{slope:.1f}"
 
 
 if __name__ == "__main__":
