@@ -41,7 +41,7 @@ LONG: dict[str, str] = {
     r"(auto_[12]|shallow_ring_[12]|concentric_2|mesh_1|ulysses_2|ulysses_ring_3|first_2)\]",
     "tests/integrations/test_experts_engines.py": "zero3|mixtral-ddp",
     "tests/integrations/test_hetegen.py": "deepspeeds_own_engine",
-    "tests/integrations/test_diffusers.py": r"script_of_the_page|models\[\w+-[13]-",
+    "tests/integrations/test_diffusers.py": r"script_of_docs|of_one_device\[\w+-[13]-",
     "tests/integrations/test_silent.py": r"as_without\[2\]|drop_the_same\[2\]",
     "tests/integrations/test_deepspeed_published.py": all_but("zero0_ring", "zero3_offload.*"),
     "tests/integrations/test_torch.py": r"data_parallel|bf16|no_sequence|mesh|fsdp_hybrid\]",

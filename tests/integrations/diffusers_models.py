@@ -1,4 +1,4 @@
-"""Tiny random transformers of diffusers, and what they are called with."""
+"""Tiny random transformers of diffusers, in float64, and the keyword arguments of a call."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ WAN = {"in_channels": 4, "out_channels": 4, "text_dim": 20, "freq_dim": 16, "ffn
 FLUX = {"in_channels": 4, "num_single_layers": 2, "joint_attention_dim": 24}
 
 
-def random(*shape: int) -> Tensor:
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64
-    )
+def randn(*shape: int) -> Tensor:
+    """Random numbers, the same for the same shape."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def dit() -> tuple[Any, dict[str, Any]]:
-    """9 tokens: uneven on 2 and 4 ranks."""
+    """3 x 3 patches: 9 tokens, which 2 and 4 do not divide."""
     model = diffusers.DiTTransformer2DModel(
         **WIDTH, in_channels=2, num_layers=2, sample_size=6, num_embeds_ada_norm=8
     )
-    model.eval()  # threads share the generator that drops labels
+    model.eval()  # in training it drops labels, with a generator that the ranks' threads share
     labels = {"timestep": torch.tensor([3, 5]), "class_labels": torch.tensor([1, 2])}
-    return model, {"hidden_states": random(2, 2, 6, 6), **labels}
+    return model, {"hidden_states": randn(2, 2, 6, 6), **labels}
 
 
 def flux(text: int = 5, image: int = 16) -> tuple[Any, dict[str, Any]]:
@@ -36,9 +36,9 @@ def flux(text: int = 5, image: int = 16) -> tuple[Any, dict[str, Any]]:
     )
     ids = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(image / 4))
     return model, {
-        "hidden_states": random(2, image, 4),
-        "encoder_hidden_states": random(2, text, 24),
-        "pooled_projections": random(2, 12),
+        "hidden_states": randn(2, image, 4),
+        "encoder_hidden_states": randn(2, text, 24),
+        "pooled_projections": randn(2, 12),
         "timestep": torch.tensor([0.3, 0.7]).double(),
         "img_ids": ids.double(),
         "txt_ids": torch.zeros(text, 3).double(),
@@ -48,9 +48,9 @@ def flux(text: int = 5, image: int = 16) -> tuple[Any, dict[str, Any]]:
 def wan() -> tuple[Any, dict[str, Any]]:
     model = diffusers.WanTransformer3DModel(**WIDTH, **WAN, num_layers=2)
     return model, {
-        "hidden_states": random(1, 4, 3, 6, 6),
+        "hidden_states": randn(1, 4, 3, 6, 6),
         "timestep": torch.tensor([300]),
-        "encoder_hidden_states": random(1, 7, 20),
+        "encoder_hidden_states": randn(1, 7, 20),
     }
 
 
@@ -66,8 +66,8 @@ def pixart() -> tuple[Any, dict[str, Any]]:
         use_additional_conditions=False,
     )
     return model, {
-        "hidden_states": random(2, 2, 6, 6),
-        "encoder_hidden_states": random(2, 7, 20),
+        "hidden_states": randn(2, 2, 6, 6),
+        "encoder_hidden_states": randn(2, 7, 20),
         "encoder_attention_mask": torch.ones(2, 7).index_fill(1, torch.tensor([6]), 0.0),
         "timestep": torch.tensor([3, 5]),
         "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
@@ -84,8 +84,8 @@ def ltx() -> tuple[Any, dict[str, Any]]:
         caption_channels=20,
     )
     return model, {
-        "hidden_states": random(2, 3 * 2 * 3, 4),
-        "encoder_hidden_states": random(2, 7, 20),
+        "hidden_states": randn(2, 3 * 2 * 3, 4),
+        "encoder_hidden_states": randn(2, 7, 20),
         "encoder_attention_mask": torch.ones(2, 7),
         "timestep": torch.tensor([300, 500]),
         "num_frames": 3,
@@ -95,7 +95,7 @@ def ltx() -> tuple[Any, dict[str, Any]]:
 
 
 def cogvideox(rotary: bool = True) -> tuple[Any, dict[str, Any]]:
-    """Text of 5 tokens beside 2 x 3 x 3 of video."""
+    """5 tokens of text and 2 x 3 x 3 of video; positions rotary or learned."""
     model = diffusers.CogVideoXTransformer3DModel(
         **WIDTH,
         in_channels=2,
@@ -109,10 +109,14 @@ def cogvideox(rotary: bool = True) -> tuple[Any, dict[str, Any]]:
         max_text_seq_length=5,
         use_rotary_positional_embeddings=rotary,
     )
-    given = {"timestep": torch.tensor([3, 5]), "encoder_hidden_states": random(2, 5, 20)}
-    given |= {"hidden_states": random(2, 2, 2, 6, 6)}
-    given |= {"image_rotary_emb": (random(18, 16), random(18, 17)[:, :16])} if rotary else {}
-    return model, given
+    kwargs = {
+        "hidden_states": randn(2, 2, 2, 6, 6),
+        "encoder_hidden_states": randn(2, 5, 20),
+        "timestep": torch.tensor([3, 5]),
+    }
+    if rotary:
+        kwargs["image_rotary_emb"] = (randn(18, 16), randn(18, 17)[:, :16])
+    return model, kwargs
 
 
 def qwen_image(text: int = 5) -> tuple[Any, dict[str, Any]]:
@@ -125,29 +129,35 @@ def qwen_image(text: int = 5) -> tuple[Any, dict[str, Any]]:
         joint_attention_dim=24,
         axes_dims_rope=(4, 6, 6),
     )
-    given = {
-        "hidden_states": random(1, 16, 4),
-        "encoder_hidden_states": random(1, text, 24),
+    kwargs = {
+        "hidden_states": randn(1, 16, 4),
+        "encoder_hidden_states": randn(1, text, 24),
         "timestep": torch.tensor([0.3]).double(),
         "img_shapes": [[(1, 4, 4)]],
     }
-    names = inspect.signature(model.forward).parameters
-    needs = "txt_seq_lens" in names and "additional_t_cond" not in names  # diffusers 0.35
-    return model, given | ({"txt_seq_lens": [text]} if needs else {})
+    parameters = inspect.signature(model.forward).parameters
+    if "txt_seq_lens" in parameters and "additional_t_cond" not in parameters:  # diffusers 0.35
+        kwargs["txt_seq_lens"] = [text]
+    return model, kwargs
 
 
 def flux2() -> tuple[Any, dict[str, Any]]:
-    words = {"in_channels": 4, "joint_attention_dim": 24, "timestep_guidance_channels": 16}
     model = diffusers.Flux2Transformer2DModel(
-        **WIDTH, **words, num_layers=2, num_single_layers=2, axes_dims_rope=(4, 4, 4, 4)
+        **WIDTH,
+        in_channels=4,
+        joint_attention_dim=24,
+        timestep_guidance_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        axes_dims_rope=(4, 4, 4, 4),
     )
-    places = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0))
+    image_ids = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0))
     return model, {
-        "hidden_states": random(2, 16, 4),
-        "encoder_hidden_states": random(2, 5, 24),
+        "hidden_states": randn(2, 16, 4),
+        "encoder_hidden_states": randn(2, 5, 24),
         "timestep": torch.tensor([0.3, 0.7]).double(),
         "guidance": torch.tensor([3.0, 3.0]).double(),
-        "img_ids": torch.cat((places, torch.zeros(16, 1)), 1).double(),
+        "img_ids": torch.cat((image_ids, torch.zeros(16, 1)), 1).double(),
         "txt_ids": torch.zeros(5, 4).double(),
     }
 
@@ -166,8 +176,9 @@ if hasattr(diffusers, "Flux2Transformer2DModel"):  # since 0.36
 
 
 def build(family: str, **sizes: Any) -> tuple[Any, dict[str, Any]]:
+    """(model, keyword arguments of a call), the same in every call."""
     torch.manual_seed(1)
-    model, given = FAMILIES[family](**sizes)
+    model, kwargs = FAMILIES[family](**sizes)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    return model.double(), given
+    return model.double(), kwargs
