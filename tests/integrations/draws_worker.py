@@ -1,4 +1,4 @@
-"""What every rank drops of one sequence, and whether ranks draw alike afterwards.
+"""The dropout masks of two forwards on each rank, and what it draws after them, as JSON.
 
 python draws_worker.py OUT.json
 """
@@ -19,19 +19,20 @@ def main() -> None:
     launch.init()
     sp = SequenceParallel(SequenceParallelConfig.from_dict({"sequence_parallel_size": 2}))
     torch.manual_seed(0)
-    words = {"n_embd": 8, "n_layer": 1, "n_head": 2, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=9, embd_pdrop=0.5, **words))
+    sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    dropout = {"embd_pdrop": 0.5, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout))
     wf_transformers.attach(model, sp)
-    kept: list[torch.Tensor] = []
-    model.transformer.drop.register_forward_hook(lambda _, __, out: kept.append(out != 0))
+    masks: list[torch.Tensor] = []
+    model.transformer.drop.register_forward_hook(lambda _, __, out: masks.append(out != 0))
     local = sp.shard_batch({"input_ids": torch.zeros(1, 64, dtype=torch.int64)})
     for _ in range(2):
         model(**wf_transformers.forward_kwargs(model, local))
-    found: list[list[list[bool]]] = [[] for _ in range(2)]
-    mine = [x.flatten().tolist() for x in kept] + [(torch.rand(8) < 0.5).tolist()]
-    dist.all_gather_object(found, mine)
+    draws = [mask.flatten().tolist() for mask in masks] + [torch.rand(8).tolist()]
+    draws_by_rank: list[list[list[float]]] = [[] for _ in range(2)]
+    dist.all_gather_object(draws_by_rank, draws)
     if sp.rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+        Path(sys.argv[1]).write_text(json.dumps(draws_by_rank))
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Random draws of ranks that share a sequence: dropout, and the noise of NEFTune."""
+"""Random numbers of ranks that share a sequence: dropout, and the noise of NEFTune."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
@@ -26,57 +27,72 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.processes
-def test_ranks_of_a_sequence_drop_other_elements(tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
-    run_ranks([str(Path(__file__).with_name("draws_worker.py")), str(out)], 2)
-    (first, second, after), (its_first, its_second, its_after) = json.loads(out.read_text())
-    assert first != its_first and second != its_second
-    assert first != second and its_first != its_second
-    assert after == its_after
+def test_dropout_differs_between_ranks_and_forwards_and_draws_afterwards_are_equal(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "draws.json"
+    run_ranks([str(Path(__file__).with_name("draws_worker.py")), str(file)], 2)
+    rank_0, rank_1 = json.loads(file.read_text())
+    masks = {tuple(mask) for mask in (*rank_0[:2], *rank_1[:2])}
+    assert len(masks) == 4
+    assert rank_0[2] == rank_1[2]
 
 
-def test_the_common_state_goes_on_where_something_was_drawn() -> None:
-    found = []
-    for rank in range(2):
+def test_ranks_draw_differently_inside_and_equally_outside() -> None:
+    def draw(rank: int) -> tuple[list[tuple[float, ...]], list[float]]:
+        """(what is drawn inside, twice; what is drawn outside, after it)."""
         torch.manual_seed(0)
-        draws = RankRng(rank)
+        rng, inside = RankRng(rank), []
         for _ in range(2):
-            draws.enter(CPU)
-            found.append(torch.rand(4))
-            draws.leave()
-        found.append(torch.rand(4))
-    first, second, after, its_first, its_second, its_after = found
-    assert torch.equal(after, its_after)
-    assert len({tuple(x.tolist()) for x in (first, second, its_first, its_second)}) == 4
+            rng.enter(CPU)
+            inside.append(tuple(torch.rand(4).tolist()))
+            rng.leave()
+        return inside, torch.rand(4).tolist()
+
+    (inside_0, outside_0), (inside_1, outside_1) = draw(0), draw(1)
+    assert outside_0 == outside_1
+    assert len({*inside_0, *inside_1}) == 4
 
 
-def test_where_nothing_is_drawn_nothing_changes() -> None:
+def test_the_random_state_is_restored_if_nothing_was_drawn_inside() -> None:
     torch.manual_seed(0)
-    before, draws = torch.get_rng_state(), RankRng(1)
-    draws.enter(CPU)
-    draws.leave()
-    draws.leave()
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not uses_rng_in_training(build("gpt2", "eager", {}))
-    for more in ({"embd_pdrop": 0.1}, {"attn_pdrop": 0.1}):
-        assert uses_rng_in_training(build("gpt2", "eager", more))
+    state, rng = torch.get_rng_state(), RankRng(1)
+    rng.enter(CPU)
+    rng.leave()
+    rng.leave()  # a second time it does nothing
+    assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_neftune_is_as_large_as_on_one_device() -> None:
-    """Noise is uniform within alpha / sqrt(tokens x width), of all tokens: 24 x 32."""
+@pytest.mark.parametrize(
+    ("dropout", "expected"),
+    [({}, False), ({"embd_pdrop": 0.1}, True), ({"attn_pdrop": 0.1}, True)],
+    ids=["none", "embeddings", "attention"],
+)
+def test_a_model_uses_random_numbers_if_its_config_has_dropout(
+    dropout: dict[str, float], expected: bool
+) -> None:
+    assert uses_rng_in_training(build("gpt2", "eager", dropout)) == expected
 
-    def rank(comm: Any) -> tuple[float, float]:
-        model, found = build("llama", "eager", {}), []
+
+def test_noise_of_neftune_is_scaled_by_the_tokens_of_all_ranks() -> None:
+    """It is uniform within alpha / sqrt(tokens x width)."""
+    seqlen, width, alpha = 24, 32, 10.0
+
+    def run_rank(comm: Any) -> tuple[float, float]:
+        """(the largest noise, alpha after the forward)."""
+        model = build("llama", "eager", {})
         embedding: Any = model.get_input_embeddings()
         WholeBatchHooks(model, attach(model, sequence_parallel(comm), verify=False))
-        embedding.neftune_noise_alpha = 10.0
+        embedding.neftune_noise_alpha = alpha
+        noise: list[Tensor] = []
         embedding.register_forward_hook(neftune_post_forward_hook)
         embedding.register_forward_hook(
-            lambda _, args, out: found.append(out - embedding.weight[args[0]])
+            lambda _, args, out: noise.append((out - embedding.weight[args[0]]).detach())
         )
-        model(**batch(seqlen=24))
-        return float(found[0].abs().max()), embedding.neftune_noise_alpha
+        model(**batch(seqlen=seqlen))
+        return float(noise[0].abs().max()), embedding.neftune_noise_alpha
 
-    for largest, alpha in run_threads(2, rank):
-        assert 0.9 < largest / (10 / (24 * 32) ** 0.5) <= 1.0001
-        assert alpha == 10
+    bound = alpha / (seqlen * width) ** 0.5
+    for largest_noise, alpha_after in run_threads(2, run_rank):
+        assert 0.9 * bound < largest_noise <= 1.0001 * bound  # of 384 draws on each rank
+        assert alpha_after == alpha

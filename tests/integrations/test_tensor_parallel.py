@@ -1,10 +1,12 @@
-"""torch's tensor parallelism and FSDP2 over other dimensions of a mesh: gradients of one device.
+"""Sequence parallelism beside torch's tensor parallelism and FSDP2: gradients of one device.
 
-transformers' own plans (`tp_plan`, transformers 5's `DistributedConfig`) are the same operations.
+The ranks are a mesh of 2 x 2, "sp" and "tp". transformers' own plans (`tp_plan`, transformers 5's
+`DistributedConfig`) are the same operations.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.distributed.tensor.parallel import (  # noqa: E402
@@ -35,115 +37,148 @@ from wf_backends.comm import Communicator  # noqa: E402
 
 pytestmark = pytest.mark.processes
 
-COLUMNS = (
+COLUMNWISE = (
     "self_attn.q_proj",
     "self_attn.k_proj",
     "self_attn.v_proj",
     "mlp.gate_proj",
     "mlp.up_proj",
 )
-ROWS = ("self_attn.o_proj", "mlp.down_proj")
-SETTINGS: dict[str, dict[str, Any]] = {
-    "attached-first": {"order": ("sp", "tp"), "words": {"route": "ring"}},
-    "attached-last": {"order": ("tp", "sp"), "words": {"route": "ring"}},
-    "ulysses": {"order": ("tp", "sp"), "words": {"ulysses_degree": 2}, "heads": 4},
-    "planned": {"order": ("tp", "sp"), "words": {}},
-    "fsdp": {"order": ("tp", "sp", "fsdp"), "words": {"route": "ring"}},
-    "fsdp-before": {"order": ("tp", "fsdp", "sp"), "words": {"route": "ring"}},
+ROWWISE = ("self_attn.o_proj", "mlp.down_proj")
+TP_PLAN: dict[str, Any] = {
+    **{f"model.layers.*.{name}": ColwiseParallel() for name in COLUMNWISE},
+    **{f"model.layers.*.{name}": RowwiseParallel() for name in ROWWISE},
 }
 
 
-def tiny_model(setting: dict[str, Any]) -> Any:
-    return tiny_llama(num_key_value_heads=setting.get("heads", 2)).double()
+@dataclass(frozen=True)
+class Setting:
+    """What is applied to the model, in order, and the fields of its sequence-parallel config."""
+
+    order: tuple[str, ...]
+    config: dict[str, Any]
+    key_heads: int = 2
 
 
-def gradients(comm: Communicator) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
-    """(loss, whole gradients) of each setting."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "tp"))
-    return {name: gradients_of(mesh, setting) for name, setting in SETTINGS.items()}
+SETTINGS = {
+    "attached-first": Setting(("sp", "tp"), {"route": "ring"}),
+    "attached-last": Setting(("tp", "sp"), {"route": "ring"}),
+    "ulysses": Setting(("tp", "sp"), {"ulysses_degree": 2}, key_heads=4),
+    "planned": Setting(("tp", "sp"), {}),
+    "fsdp": Setting(("tp", "sp", "fsdp"), {"route": "ring"}),
+    "fsdp-before": Setting(("tp", "fsdp", "sp"), {"route": "ring"}),
+}
+LossAndGradients = tuple[float, dict[str, torch.Tensor]]
 
 
-def gradients_of(mesh: Any, setting: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+def tiny_model(setting: Setting) -> Any:
+    return tiny_llama(num_key_value_heads=setting.key_heads).double()
+
+
+def make_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "tp"))
+
+
+def apply(step: str, model: Any, sp: SequenceParallel, mesh: DeviceMesh) -> None:
+    """Attach the model ("sp"), or apply torch's tensor parallelism or FSDP2 ("tp", "fsdp")."""
+    match step:
+        case "sp":
+            wf_transformers.attach(model, sp)
+        case "tp":
+            parallelize_module(model, mesh["tp"], TP_PLAN)
+        case "fsdp":
+            fully_shard(model, mesh=mesh["sp"])
+
+
+def run_all_settings(comm: Communicator) -> dict[str, LossAndGradients]:
+    mesh = make_mesh()
+    return {name: run_setting(mesh, setting) for name, setting in SETTINGS.items()}
+
+
+def run_setting(mesh: DeviceMesh, setting: Setting) -> LossAndGradients:
+    """The loss, and the gradients of all parameters in full."""
     group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.T.tolist())
-    config = SequenceParallelConfig.from_dict({"sequence_parallel_size": 2, **setting["words"]})
+    config = SequenceParallelConfig.from_dict({"sequence_parallel_size": 2, **setting.config})
     sp, model = SequenceParallel(config, group), tiny_model(setting)
-    do = {
-        "sp": lambda: wf_transformers.attach(model, sp),
-        "tp": lambda: parallelize_module(model, mesh["tp"], plan()),
-        "fsdp": lambda: fully_shard(model, mesh=mesh["sp"]),
-    }
-    for step in setting["order"]:
-        do[step]()
-    local = sp.shard_batch(next(text(0)))
-    logits = model(**wf_transformers.forward_kwargs(model, local)).logits
-    loss = sp.loss(logits, local["labels"])
+    for step in setting.order:
+        apply(step, model, sp, mesh)
+    shard = sp.shard_batch(next(text(0)))
+    logits = model(**wf_transformers.forward_kwargs(model, shard)).logits
+    loss = sp.loss(logits, shard["labels"])
     (loss * sp.size).backward()
-    total = loss.detach().clone()
-    dist.all_reduce(total, group=group)
-    found = {}
+    total_loss = loss.detach().clone()
+    dist.all_reduce(total_loss, group=group)
+    gradients = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
-        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
-        if "fsdp" not in setting["order"]:  # which averages over the ranks of a sequence
-            dist.all_reduce(whole, group=group)
-            whole /= sp.size
-        found[name] = whole
-    return total.item(), found
+        full_grad = grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+        if "fsdp" not in setting.order:  # FSDP has averaged over the ranks of a sequence
+            dist.all_reduce(full_grad, group=group)
+            full_grad /= sp.size
+        gradients[name] = full_grad
+    return total_loss.item(), gradients
 
 
-def plan() -> dict[str, Any]:
-    columns = {f"model.layers.*.{name}": ColwiseParallel() for name in COLUMNS}
-    return columns | {f"model.layers.*.{name}": RowwiseParallel() for name in ROWS}
+@pytest.fixture(scope="module")
+def results_by_rank() -> list[dict[str, LossAndGradients]]:
+    return run_processes(4, run_all_settings, timeout=280.0, start=python())
 
 
-def test_gradients_are_those_of_one_device() -> None:
-    """To 1e-7 of the largest of each weight: Llama's norms compute in float32."""
-    by_rank = run_processes(4, gradients, timeout=280.0, start=python())
-    for name, setting in SETTINGS.items():
-        model = tiny_model(setting)
-        total, valid = dense_loss_sum(model, next(text(0)))
-        (total / valid).backward()
-        for found in by_rank:
-            loss, grads = found[name]
-            assert loss == pytest.approx((total / valid).item(), rel=1e-7), name
-            for key, parameter in model.named_parameters():
-                largest = parameter.grad.abs().max()
-                assert (grads[key] - parameter.grad).abs().max() <= 1e-7 * largest, (name, key)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_loss_and_gradients_are_those_of_one_device(
+    name: str, results_by_rank: list[dict[str, LossAndGradients]]
+) -> None:
+    """To 1e-7, for gradients of the largest of each weight: Llama's norms compute in float32."""
+    reference = tiny_model(SETTINGS[name])
+    loss_sum, num_valid = dense_loss_sum(reference, next(text(0)))
+    expected_loss = loss_sum / num_valid
+    expected_loss.backward()
+    for results in results_by_rank:
+        loss, gradients = results[name]
+        assert loss == pytest.approx(expected_loss.item(), rel=1e-7)
+        for key, parameter in reference.named_parameters():
+            error = (gradients[key] - parameter.grad).abs().max()
+            assert error <= 1e-7 * parameter.grad.abs().max(), key
 
 
-def refusals(comm: Communicator) -> list[str]:
-    """What attaching, or the first call, says where ranks of "tp" share a sequence."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "tp"))
+def refusals_of_tp_ranks(comm: Communicator) -> dict[str, list[str]]:
+    """Messages by the order of steps, where the ranks of "tp" share a sequence.
+
+    Attaching before tensor parallelism cannot know of it: then each forward is refused.
+    """
+    mesh = make_mesh()
     sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), mesh["tp"].get_group())
-    told = []
-    for order in ("tp", "sp"), ("tp", "fsdp", "sp"), ("sp", "tp"):
+    messages: dict[str, list[str]] = {}
+    for order in ("tp sp", "tp fsdp sp"):
         model = tiny_llama()
-        for step in order:
-            try:
-                if step == "tp":
-                    parallelize_module(model, mesh["tp"], plan())
-                elif step == "fsdp":
-                    fully_shard(model, mesh=mesh["sp"])
-                else:
-                    wf_transformers.attach(model, sp)
-            except ValueError as error:
-                told.append(str(error))
-        if order == ("sp", "tp"):
-            local = sp.shard_batch(next(text(0)))
-            for _ in range(2):
-                try:
-                    model(**wf_transformers.forward_kwargs(model, local))
-                except ValueError as error:
-                    told.append(str(error))
-    return told
+        *torch_steps, attach = order.split()
+        for step in torch_steps:
+            apply(step, model, sp, mesh)
+        with pytest.raises(ValueError) as raised:
+            apply(attach, model, sp, mesh)
+        messages[order] = [str(raised.value)]
+    model = tiny_llama()
+    apply("sp", model, sp, mesh)
+    apply("tp", model, sp, mesh)
+    kwargs = wf_transformers.forward_kwargs(model, sp.shard_batch(next(text(0))))
+    messages["sp tp"] = []
+    for _ in range(2):
+        with pytest.raises(ValueError) as raised:
+            model(**kwargs)
+        messages["sp tp"].append(str(raised.value))
+    return messages
 
 
-def test_ranks_of_a_sequence_are_not_those_of_tensor_parallelism() -> None:
-    for rank, told in enumerate(run_processes(4, refusals, timeout=280.0, start=python())):
+def test_tensor_parallel_ranks_that_share_a_sequence_are_refused() -> None:
+    by_rank = run_processes(4, refusals_of_tp_ranks, timeout=280.0, start=python())
+    for rank, messages in enumerate(by_rank):
         ranks = [0, 1] if rank < 2 else [2, 3]
-        assert len(told) == 4
-        for message in told:
-            assert (
-                f"q_proj.weight is in parts on the ranks {ranks}, and ranks {ranks} share"
-                in message
-            )
+        expected = f"q_proj.weight is in parts on the ranks {ranks}, and ranks {ranks} share"
+        assert {order: len(texts) for order, texts in messages.items()} == {
+            "tp sp": 1,
+            "tp fsdp sp": 1,
+            "sp tp": 2,
+        }
+        for texts in messages.values():
+            for message in texts:
+                assert expected in message
