@@ -1,36 +1,47 @@
-"""A rank's memory in training: ZeRO's table, activations, and the longest sequence that fits."""
+"""A rank's memory in training: ZeRO's states, activations, and the longest sequence that fits.
+
+The references are the table of the ZeRO paper and formulas of bytes, written out in each test.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple, replace
 
 import pytest
 
 from wf_backends.budget import STAGES, Buckets, Decoder, Experts, Options, Training
 
-LLAMA = Decoder(32, 4096, 14336, 128256, 32, 8, 128, 8_030_261_248)
-FEW = Buckets(reduce_bucket_size=10, stage3_max_live_parameters=7, stage3_prefetch_bucket_size=3)
-EVERY = [
-    Options(where, tile)  # type: ignore[arg-type]
-    for where in ("none", "device", "host")
-    for tile in (0, 4096)
-]
+LLAMA = Decoder(
+    layers=32,
+    hidden=4096,
+    intermediate=14336,
+    vocabulary=128256,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    parameters=8_030_261_248,
+)
+SMALL_BUCKETS = Buckets(
+    reduce_bucket_size=10, stage3_max_live_parameters=7, stage3_prefetch_bucket_size=3
+)
+CHECKPOINTS = ("none", "device", "host")
 
 
 def training(ranks: int = 8, data_parallel_size: int = 1) -> Training:
     return Training(LLAMA, ranks, 65536.0, data_parallel_size=data_parallel_size)
 
 
-def test_zero_shares_what_its_paper_says() -> None:
-    """arXiv 1910.02054, figure 1: 7.5 B parameters on 64 ranks take 120, 31.4, 16.6, 1.9 GB."""
+@pytest.mark.parametrize(("stage", "gigabytes"), enumerate([120, 31.4, 16.6, 1.9]))
+def test_zero_states_are_those_of_its_paper(stage: int, gigabytes: float) -> None:
+    """arXiv 1910.02054, figure 1: 7.5 B parameters on 64 ranks."""
     model = replace(LLAMA, parameters=7_500_000_000)
-    one = Training(model, 8, 0.0, data_parallel_size=8, buckets=Buckets(1, 1, 1))
-    found = [one.states(stage).backward / 1e9 for stage in STAGES]
-    assert found == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
+    job = Training(model, 8, 0.0, data_parallel_size=8, buckets=Buckets(1, 1, 1))
+    assert job.states(stage).backward / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
 
 @pytest.mark.parametrize(
-    ("stage", "wanted"),
+    ("stage", "expected"),
     [  # parameters, gradients, optimizer, buffers, step
         (0, (2000, 2000, 12000, 0, 6000)),
         (1, (2000, 2000, 3000, 20, 2000)),
@@ -38,87 +49,117 @@ def test_zero_shares_what_its_paper_says() -> None:
         (3, (500, 500, 3000, 20 + 2 * (7 + 3), 2000)),
     ],
 )
-def test_states_of_a_thousand_parameters_on_four_ranks(stage: int, wanted: tuple[int]) -> None:
+def test_states_of_a_thousand_parameters_on_four_ranks(
+    stage: int, expected: tuple[int, ...]
+) -> None:
     model = replace(LLAMA, parameters=1000)
-    found = Training(model, 2, 0.0, data_parallel_size=2, buckets=FEW).states(stage)
-    assert astuple(found) == wanted
-    held = found.parameters + found.optimizer
-    assert found.peak(0.0) == held + max(found.gradients + found.buffers, found.step)
-    assert found.peak(1e6) == held + found.gradients + found.buffers + 1e6
+    job = Training(model, 2, 0.0, data_parallel_size=2, buckets=SMALL_BUCKETS)
+    states = job.states(stage)
+    assert astuple(states) == expected
+    always = states.parameters + states.optimizer
+    assert states.peak(0.0) == always + max(states.gradients + states.buffers, states.step)
+    assert states.peak(1e6) == always + states.gradients + states.buffers + 1e6
 
 
-def test_a_layers_experts_are_gathered_as_a_whole() -> None:
-    model = replace(LLAMA, intermediate=0, experts=Experts(8, 2, 14336))
-    found = Training(replace(model, parameters=46_700_000_000), 64, 0.0).states(3)
+def test_zero_3_gathers_all_experts_of_a_layer_at_once() -> None:
+    model = replace(LLAMA, intermediate=0, experts=Experts(8, 2, 14336), parameters=46_700_000_000)
     buckets = Buckets()
-    arriving = buckets.reduce_bucket_size + buckets.stage3_prefetch_bucket_size
-    assert found.buffers == 2 * (arriving + 3 * 8 * 4096 * 14336)
+    reduced_and_prefetched = buckets.reduce_bucket_size + buckets.stage3_prefetch_bucket_size
+    weights_of_all_experts = 3 * 8 * 4096 * 14336
+    expected = 2 * (reduced_and_prefetched + weights_of_all_experts)
+    assert Training(model, 64, 0.0).states(3).buffers == expected
 
 
-def test_float32_needs_no_master_weights_without_zero() -> None:
+def test_float32_without_zero_has_no_master_weights() -> None:
     model = replace(LLAMA, parameters=1000, itemsize=4)
-    found = Training(model, 4, 0.0).states(0)
-    assert (found.parameters, found.gradients, found.optimizer) == (4000, 4000, 8000)
+    states = Training(model, 4, 0.0).states(0)
+    assert (states.parameters, states.gradients, states.optimizer) == (4000, 4000, 8000)
 
 
-def test_checkpoints_are_the_inputs_of_layers() -> None:
-    """32 layers x 2,048 tokens x 4,096 x 2 bytes."""
-    inputs = 32 * 2048 * 4096 * 2
+def test_checkpoints_are_the_inputs_of_all_layers() -> None:
+    """Of 16,384 tokens on 8 ranks. The peak is at the loss, with either kind of checkpoints."""
+    layers, tokens, hidden, itemsize = 32, 2048, 4096, 2
+    inputs = layers * tokens * hidden * itemsize
     device, host = (training().activations(16384, Options(w)) for w in ("device", "host"))
     assert (device.host, host.host) == (0, inputs)
     assert device.kept - host.kept == inputs
-    assert device.peak - host.peak == inputs - (device.loss < host.mlp) * (host.mlp - device.loss)
+    assert device.peak - host.peak == inputs
 
 
-def test_tiles_hold_no_more_than_one_tile() -> None:
-    """Of MLP and logits; what attention needs stays."""
-    whole, tiles = (training().activations(1 << 20, Options("device", t)) for t in (0, 512))
-    assert tiles.mlp < 2 / 3 * whole.mlp and tiles.loss < whole.loss / 4
-    assert tiles.attention == whole.attention
+def test_tiles_reduce_the_mlp_and_the_loss_but_not_attention() -> None:
+    untiled, tiled = (training().activations(1 << 20, Options("device", tile)) for tile in (0, 512))
+    assert tiled.mlp < 2 / 3 * untiled.mlp
+    assert tiled.loss < untiled.loss / 4
+    assert tiled.attention == untiled.attention
 
 
-def test_several_tiles_sum_the_gradients_of_weights_in_float32() -> None:
-    """Of the head 128,256 x 4,096 x 4 bytes; a single tile has no sum."""
-    single, several = (training().activations(8 * t, Options("device", 512)) for t in (512, 513))
-    hidden, head = 4096 * 2, 128256 * 4096 * 4
-    rows = (4 + 2 * 2) * 4096 + 4 + hidden  # a token's norm, and its part of the gradient
-    assert several.loss - single.loss == rows + head
+def test_more_than_one_tile_sums_gradients_of_the_head_in_float32() -> None:
+    """512 tokens are one tile, which needs no sum; one more token makes two tiles."""
+    tile, hidden, vocabulary, itemsize, fp32 = 512, 4096, 128256, 2, 4
+    one_tile, two_tiles = (
+        training().activations(8 * tokens, Options("device", tile)) for tokens in (512, 513)
+    )
+    sum_of_gradients = vocabulary * hidden * fp32
+    norm_of_a_token = (fp32 + 2 * itemsize) * hidden + fp32
+    gradient_of_a_token = itemsize * hidden
+    expected = sum_of_gradients + norm_of_a_token + gradient_of_a_token
+    assert two_tiles.loss - one_tile.loss == expected
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("options", EVERY, ids=str)
-def test_the_longest_sequence_fits_and_the_next_does_not(stage: int, options: Options) -> None:
-    one, limit = training(64), 200 * 2**30
-    found = one.longest(limit, stage, options)
-    assert found % 64 == 0 and found > 0
-    assert one.device_bytes(found, stage, options) <= limit
-    assert one.device_bytes(found + 64, stage, options) > limit
+@pytest.mark.parametrize("tile", [0, 4096])
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+def test_longest_sequence_fits_and_the_next_longer_does_not(
+    stage: int, checkpoints: str, tile: int
+) -> None:
+    ranks, limit, options = 64, 200 * 2**30, Options(checkpoints, tile)
+    job = training(ranks)
+    longest = job.longest(limit, stage, options)
+    assert longest % ranks == 0 and longest > 0
+    assert job.device_bytes(longest, stage, options) <= limit
+    assert job.device_bytes(longest + ranks, stage, options) > limit
 
 
-def test_every_measure_makes_sequences_longer() -> None:
-    limit = 80 * 2**30
-    by_stage = [training().longest(limit, s, Options("device")) for s in STAGES]
-    assert by_stage == sorted(set(by_stage)) and by_stage[0] == 0
-    for tile in (0, 4096):
-        longest = [
-            training().longest(limit, 3, Options(w, tile)) for w in ("none", "device", "host")
-        ]
-        assert longest == sorted(set(longest))
-    assert training().longest(limit, 3, Options("host", 4096)) > 2 * longest[0]
-    more = training(data_parallel_size=4).longest(limit, 1, Options("device"))
-    assert more > by_stage[1]
+LIMIT = 80 * 2**30
+
+
+def assert_increasing(lengths: list[int]) -> None:
+    assert lengths == sorted(set(lengths))
+
+
+def test_each_stage_of_zero_makes_sequences_longer() -> None:
+    lengths = [training().longest(LIMIT, stage, Options("device")) for stage in STAGES]
+    assert lengths[0] == 0  # the states alone do not fit
+    assert_increasing(lengths)
+
+
+@pytest.mark.parametrize("tile", [0, 4096])
+def test_checkpoints_make_sequences_longer_and_the_host_still_longer(tile: int) -> None:
+    assert_increasing([training().longest(LIMIT, 3, Options(c, tile)) for c in CHECKPOINTS])
+
+
+def test_host_checkpoints_make_tiled_sequences_more_than_twice_as_long() -> None:
+    none, host = (training().longest(LIMIT, 3, Options(c, 4096)) for c in ("none", "host"))
+    assert host > 2 * none
+
+
+def test_data_parallel_ranks_make_sequences_longer() -> None:
+    """ZeRO shares the states among them, too."""
+    one, four = (training(data_parallel_size=size) for size in (1, 4))
+    assert_increasing([job.longest(LIMIT, 1, Options("device")) for job in (one, four)])
 
 
 @pytest.mark.parametrize(
-    ("make", "named"),
+    ("build", "message"),
     [
         (lambda: replace(LLAMA, layers=0), "layers must be a positive integer, got 0"),
         (lambda: training(0), "sequence_parallel_size must be a positive integer, got 0"),
-        (lambda: Options("disk"), "checkpoints must be one of .*, got 'disk'"),  # type: ignore[arg-type]
+        (lambda: Options("disk"), "checkpoints must be one of .*, got 'disk'"),
         (lambda: Options(tile=-1), "tile must be a number of tokens, 0 for all, got -1"),
         (lambda: training().states(4), r"stage must be one of \[0, 1, 2, 3\], got 4"),
     ],
+    ids=["layers", "sequence_parallel_size", "checkpoints", "tile", "stage"],
 )
-def test_bad_numbers_are_refused_by_name(make, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        make()
+def test_wrong_number_is_refused_by_name(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -1,4 +1,4 @@
-"""Calls of operators on drawn sizes, and the dimensions of their outputs that are sliced."""
+"""Calls of operators on drawn sizes, and the dimensions of their outputs that can be sliced."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
 
 
 class Draw:
-    """Sizes and tensors from one seed. Sizes are 2 to 6 and the letters' own for a whole case."""
+    """Draws sizes and tensors from a seed. A letter has one size, of 2 to 6, in all of a case."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -37,7 +38,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Case:
-    """A call of `target`; `dims` of its output have a rule and all others are walls."""
+    """A call of `target`. Its output can be sliced along `dims`, and along no other dimension."""
 
     target: Callable[..., Any]
     dims: tuple[int, ...]
@@ -53,3 +54,27 @@ def case(target: Any, dims: str, build: Callable[[Draw], tuple[Any, ...]], **kwa
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = target.default
     return Case(target, tuple(map(int, dims)), build, kwargs)
+
+
+def node_of(case: Case, draw: Draw) -> fx.Node:
+    """The call as a node of a graph. `meta["val"]` is its output; each tensor among the arguments
+    is a placeholder with its value in `meta["val"]`."""
+    graph = fx.Graph()
+
+    def placeholder(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        node = graph.placeholder("x")
+        node.meta["val"] = value
+        return node
+
+    args = tree_map(placeholder, case.build(draw))
+    node = graph.call_function(case.target, args, dict(case.kwargs))
+    values, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
+    node.meta["val"] = node.target(*values, **kwargs)
+    return node
+
+
+def value_of(node: fx.Node) -> Tensor:
+    """A copy of a node's value: an operator may write into its argument."""
+    return node.meta["val"].clone()

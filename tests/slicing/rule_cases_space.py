@@ -9,33 +9,37 @@ from wf_backends.slicing.group_norm import group_normalize, group_statistics
 
 aten = torch.ops.aten
 
-PLAIN, TRANSPOSED = (([1, 1], up, [0, 0], 1) for up in (False, True))  # after the padding
+sdpa = aten.scaled_dot_product_attention
+
+# The last arguments of aten.convolution: dilation, transposed, output_padding, groups.
+PLAIN = [1, 1], False, [0, 0], 1
+TRANSPOSED = [1, 1], True, [0, 0], 1
 
 ATTENTION = [
     case(
-        op := aten.scaled_dot_product_attention,
+        sdpa,
         "012",
         lambda t: (t("b", "h", "s", 4), t("b", "h", "k", 4), t("b", "h", "k", 3)),
     ),
-    case(op, "01", lambda t: (t("h", "s", 4), t("h", "k", 4), t("h", "k", 4))),
-    case(op, "012", lambda t: (*(t("b", "h", "s", 4) for _ in "qkv"), None, 0.0, True)),
-    case(op, "12", lambda t: (*(t(1, "h", 9, 4) for _ in "qkv"), None, 0.0, True)),
+    case(sdpa, "01", lambda t: (t("h", "s", 4), t("h", "k", 4), t("h", "k", 4))),
+    case(sdpa, "012", lambda t: (*(t("b", "h", "s", 4) for _ in "qkv"), None, 0.0, True)),
+    case(sdpa, "12", lambda t: (*(t(1, "h", 9, 4) for _ in "qkv"), None, 0.0, True)),
     case(
-        op,
+        sdpa,
         "01",
         lambda t: (t("b", "h", 3, 4), t("b", "h", 5, 4), t("b", "h", 5, 4), None, 0.0, True),
     ),
-    case(op, "", lambda t: (*(t("b", "h", "s", 4) for _ in "qkv"), None, 0.5)),
-    case(op, "012", lambda t: (*(t("b", "h", "s", 4) for _ in "qkv"), t("b", 1, "s", "s"))),
-    case(op, "012", lambda t: (*(t("b", "h", "s", 4) for _ in "qkv"), t("h", 1, "s") > -1)),
+    case(sdpa, "", lambda t: (*(t("b", "h", "s", 4) for _ in "qkv"), None, 0.5)),
+    case(sdpa, "012", lambda t: (*(t("b", "h", "s", 4) for _ in "qkv"), t("b", 1, "s", "s"))),
+    case(sdpa, "012", lambda t: (*(t("b", "h", "s", 4) for _ in "qkv"), t("h", 1, "s") > -1)),
     case(
-        op,
+        sdpa,
         "012",
         lambda t: (t("b", 6, "s", 4), t("b", 2, "s", 4), t("b", 2, "s", 4), None, 0.0, True),
         enable_gqa=True,
     ),
     case(
-        op,
+        sdpa,
         "012",
         lambda t: (t("b", 4, "s", 4), t("b", 1, "s", 4), t("b", 1, "s", 4)),
         enable_gqa=True,
