@@ -8,6 +8,7 @@ from math import sqrt
 import pytest
 import torch
 
+from tests.dense import largest
 from tests.kernels.tile_cases import (
     LONG_TILES,
     ONE_KEY_TILES,
@@ -44,7 +45,7 @@ EXACT = [
 @pytest.mark.parametrize("name, dtype, tolerance", EXACT)
 def test_kernel_is_the_dense_softmax(name, dtype, tolerance, heads, tile):
     case = make_case(tile, heads, dtype=dtype)
-    assert max(errors(run(name, case), case)) < tolerance
+    assert largest(errors(run(name, case), case)) < tolerance
 
 
 @pytest.mark.parametrize("tile", ONE_KEY_TILES.values(), ids=ONE_KEY_TILES.keys())
@@ -70,7 +71,7 @@ def test_kernel_gives_zero_dq_and_dk_where_rows_see_one_key(name, dtype, toleran
 def test_long_tiles_that_are_split_are_exact(name, dtype, tolerance, tile, batch):
     """Rows of one sequence lie evenly apart in memory; those of two do not."""
     case = make_case(tile, heads=(2, 1), dtype=dtype, batch=batch)
-    assert max(errors(run(name, case), case)) < tolerance
+    assert largest(errors(run(name, case), case)) < tolerance
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 64, 80, 128, 256])
@@ -78,7 +79,7 @@ def test_long_tiles_that_are_split_are_exact(name, dtype, tolerance, tile, batch
 def test_every_head_dim_is_exact(name, dtype, tolerance, head_dim):
     case = make_case((24, 40, Band(10, 20)), head_dim=head_dim, dtype=dtype)
     case = replace(case, q=case.q / (SCALE * sqrt(head_dim)))  # logits of variance 1, as in models
-    assert max(errors(run(name, case), case)) < tolerance
+    assert largest(errors(run(name, case), case)) < tolerance
 
 
 @pytest.mark.parametrize("tile", ["causal", "window", "anti-causal, shifted"])
@@ -157,7 +158,7 @@ def test_tiles_of_a_row_merge_by_lse_and_their_gradients_add_up(name, dtype, tol
         grads = kernel.backward(TileGrad(*inputs, *statistics), SCORES, band_of_tile)
         for total, grad in zip((dq[:, r], dk[:, c], dv[:, c]), grads, strict=True):
             total += grad
-    assert max(errors((out, row_lse, [dq, dk, dv]), case)) < tolerance
+    assert largest(errors((out, row_lse, [dq, dk, dv]), case)) < tolerance
 
 
 @pytest.mark.parametrize("tile", ["full", "causal", "window", "anti-causal, shifted"])
