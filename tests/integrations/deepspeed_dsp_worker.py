@@ -1,6 +1,8 @@
 """One rank of a job: the video transformer under the real DeepSpeed, with "dsp" in its JSON.
 
-A case: name, model (stages), zero, block (or None), steps of accumulation.
+python deepspeed_dsp_worker.py FOLDER, with FOLDER/cases.json; rank 0 writes FOLDER/results.json.
+A case has a "name", the "stages" of the model, the stage of "zero", the steps of "accumulation",
+and the "block" of WallFacer, None for a job without it.
 """
 
 from __future__ import annotations
@@ -28,70 +30,69 @@ def main(folder: Path) -> None:
     with wf_deepspeed.without_shared_memory_op():
         deepspeed.init_distributed("gloo")
     cases = json.loads((folder / "cases.json").read_text())
-    found = {case["name"]: train(case) for case in cases}
+    results = {case["name"]: train(case) for case in cases}
     if dist.get_rank() == 0:
-        (folder / "found.json").write_text(json.dumps(found))
+        (folder / "results.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
-    """Losses of all samples of a step, and what the component says."""
-    words = small(case["stages"], {}, frames=4, width=32)
-    config = train_video.VideoDiTConfig(**words["model"])
+    """Return the mean loss of all samples of each step, and what the handle did."""
+    example = small(case["stages"], {}, frames=4, width=32)
+    config = train_video.VideoDiTConfig(**example["model"])
     model = train_video.initialise(train_video.VideoDiT(config), seed=0)
-    engine, *_ = start(case)(model=model, config=deepspeed_config(case))
-    component = getattr(engine, "wallfacer", None)
-    part, parts = (
-        (component.data_parallel_rank, component.data_parallel_size) if component else (0, 1)
-    )
+    engine = initialize(case, model)
+    handle = getattr(engine, "wallfacer", None)
+    group, num_groups = (handle.data_parallel_rank, handle.data_parallel_size) if handle else (0, 1)
     losses = []
     for step in range(STEPS):
-        total = torch.zeros(())
-        for micro in range(case["accumulation"]):
-            sample = (step * case["accumulation"] + micro) * parts + part
-            batch = train_video.make_batch(config, None, sample, words["training"])
+        step_loss = torch.zeros(())
+        for micro_step in range(case["accumulation"]):
+            sample = (step * case["accumulation"] + micro_step) * num_groups + group
+            batch = train_video.make_batch(config, None, sample, example["training"])
             loss = train_video.flow_loss(engine, batch, sample, torch.float32)
             engine.backward(loss)
             engine.step()
-            total += loss.detach() / case["accumulation"]
-        losses.append(float(component.mean(total) if component else total))
-    found: dict[str, Any] = {"losses": losses}
-    if component:
-        found |= told(component)
-        component.remove()
-    hooks = (len(m._forward_pre_hooks) for m in (engine.module.blocks[0], engine.module.final))
-    found["hooks"] = sum(hooks) if case["zero"] < 3 else 0  # ZeRO 3 has hooks of its own
+            step_loss += loss.detach() / case["accumulation"]
+        losses.append(float(handle.mean(step_loss) if handle else step_loss))
+    result: dict[str, Any] = {"losses": losses}
+    if handle:
+        result |= use_handle(handle)
+        handle.remove()
+    modules = (engine.module.blocks[0], engine.module.final)
+    result["hooks_after_remove"] = sum(len(module._forward_pre_hooks) for module in modules)
     engine.destroy()
-    return found
+    return result
 
 
-def start(case: dict[str, Any]) -> Any:
-    """What starts DeepSpeed: our function, or in a script that knows nothing of it, theirs."""
-    if case["name"] != "unmodified":
-        return wf_deepspeed.initialize
-
-    def initialize(**arguments: Any) -> Any:
+def initialize(case: dict[str, Any], model: torch.nn.Module) -> Any:
+    """Return the engine; the case "unmodified" calls DeepSpeed's function, as a script may."""
+    arguments: dict[str, Any] = {"model": model, "config": deepspeed_config(case)}
+    if case["name"] == "unmodified":
         with wf_deepspeed.opened():
-            return deepspeed.initialize(**arguments)
+            return deepspeed.initialize(**arguments)[0]
+    return wf_deepspeed.initialize(**arguments)[0]
 
-    return initialize
 
-
-def told(component: wf_deepspeed.WallFacer) -> dict[str, Any]:
-    """Bytes; its loss of whole logits; what it does with batches that differ in a group."""
+def use_handle(handle: wf_deepspeed.WallFacer) -> dict[str, Any]:
+    """Report the bytes sent, then call the handle with whole batches and logits."""
+    bytes_sent = handle.report()
     labels = torch.tensor([[1, 2, -100, 0]])
     logits = torch.randn(1, 4, 5, generator=torch.Generator().manual_seed(0))
-    right = F.cross_entropy(logits[0], labels[0])
-    same = component.shard_batch({"video": logits})
+    expected = F.cross_entropy(logits[0], labels[0])
+    batch_is_whole = torch.equal(handle.shard_batch({"video": logits})["video"], logits)
     try:
-        component.shard_batch({"video": logits + dist.get_rank()})
-        refused = ""
+        handle.shard_batch({"video": logits + dist.get_rank()})
+        different_batches_error = ""
     except ValueError as error:
-        refused = "\n".join([str(error), *error.__notes__])
-    whole = torch.equal(same["video"], logits)
-    error = float((component.loss(logits, labels) - right).abs())
-    return {"sent": component.report(), "whole": whole, "refused": refused, "loss_error": error}
+        different_batches_error = "\n".join([str(error), *error.__notes__])
+    return {
+        "bytes_sent": bytes_sent,
+        "batch_is_whole": batch_is_whole,
+        "different_batches_error": different_batches_error,
+        "loss_error": float((handle.loss(logits, labels) - expected).abs()),
+    }
 
 
 def deepspeed_config(case: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""One of 4 ranks, two a sequence: what loaders yield, what a wrong batch does. OUT.RANK.json."""
+"""One rank of 4, two for each sequence: the samples of the loaders, and the errors of wrong calls.
+
+python deepspeed_loaders.py OUT writes OUT.RANK.json.
+"""
 
 import json
 import sys
@@ -23,7 +26,7 @@ CONFIG = {
 
 
 class Numbered(Dataset[Any]):
-    """Sample n is a sequence of the number n."""
+    """Sample n repeats the token n 8 times; its first 2 + n % 4 labels are valid."""
 
     def __len__(self) -> int:
         return 16
@@ -45,44 +48,53 @@ def main(out: str) -> None:
     wallfacer = engine.wallfacer
     result: dict[str, Any] = {
         "data_parallel": [wallfacer.data_parallel_rank, wallfacer.data_parallel_size],
-        "theirs": [batch["input_ids"][:, 0].tolist() for batch in loader],
+        "deepspeed_loader": [sample_numbers(batch) for batch in loader],
     }
     batches = list(wallfacer.dataloader(data, 2, shuffle=True, seed=1))
-    result["ours"] = [batch["input_ids"][:, 0].tolist() for batch in batches]
-    result["rows"] = batches[0]["input_ids"].shape[1]
-    unshifted = next(iter(wallfacer.dataloader(data, 2, labels_are_shifted=True)))
-    result["unshifted"] = int((unshifted["labels"] != -100).sum())
-    result["valid"] = [batch["valid_labels"] for batch in batches]
-    result["labels"] = [int((batch["labels"] != -100).sum()) for batch in batches]
+    result["wallfacer_loader"] = [sample_numbers(batch) for batch in batches]
+    result["local_seqlen"] = batches[0]["input_ids"].shape[1]
+    result["local_labels"] = [num_valid(batch) for batch in batches]
+    result["valid_labels"] = [batch["valid_labels"] for batch in batches]
+    shifted = wallfacer.dataloader(data, 2, labels_are_shifted=True)
+    result["shifted_labels"] = num_valid(next(iter(shifted)))
     world, groups = dist.group.WORLD, Groups.build(4)
     assert world is not None
-    result["own"] = groups.sequence is not world
-    result["timeouts"] = [
-        timeout_of(g) == timeout_of(world) for g in (groups.sequence, groups.alone)
+    result["sequence_group_is_separate"] = groups.sequence is not world
+    result["timeouts_equal_the_world"] = [
+        timeout_of(group) == timeout_of(world) for group in (groups.sequence, groups.alone)
     ]
-    result["errors"] = [error(wallfacer, dist.get_rank()), missing(wallfacer)]
+    result["different_batches_error"] = different_batches_error(wallfacer)
+    result["missing_count_error"] = missing_count_error(wallfacer)
     with open(f"{out}.{dist.get_rank()}.json", "w") as file:
         json.dump(result, file)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def error(wallfacer: wf_deepspeed.WallFacer, rank: int) -> str:
-    """What every rank is told if data was sharded by rank."""
+def sample_numbers(batch: dict[str, Any]) -> list[int]:
+    return batch["input_ids"][:, 0].tolist()
+
+
+def num_valid(batch: dict[str, Any]) -> int:
+    return int((batch["labels"] != -100).sum())
+
+
+def different_batches_error(wallfacer: wf_deepspeed.WallFacer) -> str:
+    """The error of `shard_batch` if every rank has another batch."""
     try:
-        wallfacer.shard_batch({"input_ids": torch.full((1, 8), rank)})
-    except ValueError as problem:
-        return "\n".join([str(problem), *problem.__notes__])
-    return "nothing"
+        wallfacer.shard_batch({"input_ids": torch.full((1, 8), dist.get_rank())})
+    except ValueError as error:
+        return "\n".join([str(error), *error.__notes__])
+    return "no error"
 
 
-def missing(wallfacer: wf_deepspeed.WallFacer) -> str:
-    """What a loss without the step's count is told."""
+def missing_count_error(wallfacer: wf_deepspeed.WallFacer) -> str:
+    """The error of `loss` without the number of valid labels of the step."""
     try:
         wallfacer.loss(torch.zeros(1, 4, 32), torch.zeros(1, 4, dtype=torch.int64))
-    except ValueError as problem:
-        return str(problem)
-    return "nothing"
+    except ValueError as error:
+        return str(error)
+    return "no error"
 
 
 if __name__ == "__main__":

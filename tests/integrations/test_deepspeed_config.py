@@ -1,4 +1,4 @@
-"""The "wallfacer" block of a DeepSpeed JSON: what it says, and what it refuses by name."""
+"""The "wallfacer" block of a DeepSpeed JSON is read, and wrong keys are refused by name."""
 
 import base64
 import json
@@ -16,35 +16,40 @@ from wf_deepspeed import cpu  # noqa: E402
 RING = {"sequence_parallel_size": 4, "route": {"name": "ring"}}
 
 
-def block(**more: object) -> blocks.Block:
-    found = blocks.read_block({"wallfacer": {"enabled": True, **RING, **more}})
-    assert found is not None
-    return found
+def ring_block(**keys: object) -> blocks.Block:
+    """The block of a ring of 4 ranks with more `keys`."""
+    block = blocks.read_block({"wallfacer": {"enabled": True, **RING, **keys}})
+    assert block is not None
+    return block
 
 
-def test_a_block_is_read_with_the_keys_of_the_core() -> None:
-    found = block(ulysses_degree=2, layout="contiguous", loss_average="token")
-    assert found.sequence_parallel.sequence_parallel_size == 4
-    assert found.sequence_parallel.ulysses_degree == 2
-    assert found.sequence_parallel.layout == "contiguous"
-    assert found.loss_average == "token"
-    assert block().loss_average == "sequence"
-    assert block().model.checkpointing is None
-    checkpointing = block(activation_checkpointing={"offload": True}).model.checkpointing
+def test_keys_of_the_block_are_read() -> None:
+    block = ring_block(ulysses_degree=2, layout="contiguous", loss_average="token")
+    assert block.sequence_parallel.sequence_parallel_size == 4
+    assert block.sequence_parallel.ulysses_degree == 2
+    assert block.sequence_parallel.layout == "contiguous"
+    assert block.loss_average == "token"
+    checkpointing = ring_block(activation_checkpointing={"offload": True}).model.checkpointing
     assert checkpointing is not None and checkpointing.offload
 
 
+def test_absent_keys_have_their_defaults() -> None:
+    block = ring_block()
+    assert block.loss_average == "sequence"
+    assert block.model.checkpointing is None
+
+
 @pytest.mark.parametrize("config", [{}, {"wallfacer": {"enabled": False, **RING}}])
-def test_absent_or_disabled_means_none(config: dict) -> None:
+def test_an_absent_or_disabled_block_is_none(config: dict) -> None:
     assert blocks.read_block(config) is None
 
 
-def test_a_block_that_does_not_say_is_enabled() -> None:
+def test_a_block_without_the_key_enabled_is_enabled() -> None:
     assert blocks.read_block({"wallfacer": RING}) is not None
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"),
+    ("block", "message"),
     [
         ({"sequence_paralel_size": 4}, "did you mean 'sequence_parallel_size'"),
         ({"enable": True}, "did you mean 'enabled'"),
@@ -61,31 +66,31 @@ def test_a_block_that_does_not_say_is_enabled() -> None:
         ({"sequence_parallel_size": 4, "ulysses_degree": 3}, "ulysses_degree"),
     ],
 )
-def test_wrong_words_are_refused_with_the_right_one(wrong: dict, named: str) -> None:
-    with pytest.raises(ValueError, match=named.replace("(", r"\(")):
-        blocks.read_block({"wallfacer": wrong})
+def test_a_wrong_key_or_value_is_refused_by_name(block: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        blocks.read_block({"wallfacer": block})
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"),
+    ("keys", "message"),
     [
         ({"rote": "ring"}, "did you mean 'route'"),
         ({"route": "rnig"}, "did you mean 'ring'"),
         ({"dsp": {"dims": {"time": 1}}}, '"dsp"'),
     ],
 )
-def test_a_disabled_block_is_still_checked(wrong: dict, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        blocks.read_block({"wallfacer": {"enabled": False, **wrong}})
+def test_a_disabled_block_is_still_checked(keys: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        blocks.read_block({"wallfacer": {"enabled": False, **keys}})
 
 
-def test_a_block_that_is_no_object_is_refused() -> None:
+def test_a_block_that_is_not_an_object_is_refused() -> None:
     with pytest.raises(ValueError, match=r'"wallfacer" must be a block'):
         blocks.read_block({"wallfacer": 4})
 
 
 @pytest.mark.parametrize(
-    ("neighbour", "named"),
+    ("config", "message"),
     [
         ({"data_parallel_size": 2}, '"data_parallel_size": 2'),
         ({"sequence_parallel_size": 2}, '"sequence_parallel_size": 2 contradicts'),
@@ -97,13 +102,15 @@ def test_a_block_that_is_no_object_is_refused() -> None:
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
     ],
 )
-def test_what_would_run_to_a_wrong_result_is_refused(neighbour: dict, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        blocks.refuse_conflicts(neighbour, block())
+def test_deepspeed_keys_that_would_give_wrong_results_are_refused(
+    config: dict, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        blocks.refuse_conflicts(config, ring_block())
 
 
 @pytest.mark.parametrize(
-    ("neighbour", "named"),
+    ("config", "message"),
     [
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
         ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled"),
@@ -115,12 +122,12 @@ def test_what_would_run_to_a_wrong_result_is_refused(neighbour: dict, named: str
         ),
     ],
 )
-def test_what_we_lack_is_refused(neighbour: dict, named: str) -> None:
-    with pytest.raises(NotImplementedError, match=named):
-        blocks.refuse_conflicts(neighbour, block())
+def test_unsupported_deepspeed_keys_are_refused(config: dict, message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        blocks.refuse_conflicts(config, ring_block())
 
 
-def test_harmless_neighbours_pass() -> None:
+def test_compatible_deepspeed_keys_pass() -> None:
     config = {
         "sequence_parallel_size": 4,
         "zero_optimization": {"stage": 3},
@@ -128,30 +135,31 @@ def test_harmless_neighbours_pass() -> None:
         "tensor_parallel": {"autotp_size": 1},
         "compile": {"passes": ["prefetch"]},
     }
-    blocks.refuse_conflicts(config, block())
+    blocks.refuse_conflicts(config, ring_block())
 
 
-def test_the_world_must_hold_whole_groups() -> None:
-    assert blocks.data_parallel_size(block(), 8) == 2
+def test_the_sequence_parallel_size_must_divide_the_ranks_of_the_job() -> None:
+    assert blocks.data_parallel_size(ring_block(), 8) == 2
     with pytest.raises(ValueError, match=r"4 does not divide the 6 ranks.*\[1, 2, 3, 6\]"):
-        blocks.data_parallel_size(block(), 6)
+        blocks.data_parallel_size(ring_block(), 6)
 
 
-def batch(train: object = None, micro: object = None, steps: object = None) -> dict:
-    given = dict(zip(blocks.BATCH_KEYS, (train, micro, steps), strict=True))
-    return {key: value for key, value in given.items() if value is not None}
+def batch_config(train: object = None, micro: object = None, steps: object = None) -> dict:
+    """A DeepSpeed configuration with those of its three batch sizes that are not None."""
+    sizes = dict(zip(blocks.BATCH_KEYS, (train, micro, steps), strict=True))
+    return {key: value for key, value in sizes.items() if value is not None}
 
 
 @pytest.mark.parametrize(
     "sizes",
     [(12, 2, 3), (12, 2, None), (12, None, 3), (None, 2, 3), (None, 2, None), (12, None, None)],
 )
-def test_batch_sizes_that_come_out(sizes: tuple) -> None:
-    blocks.check_batch(batch(*sizes), replicas=2)
+def test_consistent_batch_sizes_pass(sizes: tuple) -> None:
+    blocks.check_batch(batch_config(*sizes), replicas=2)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "named"),
+    ("sizes", "message"),
     [
         ((24, 2, 3), r'"train_batch_size": 24 .*right would be "train_batch_size": 12'),
         (
@@ -165,43 +173,44 @@ def test_batch_sizes_that_come_out(sizes: tuple) -> None:
         ((12, 0, 3), '"train_micro_batch_size_per_gpu" must be a positive integer, got 0'),
     ],
 )
-def test_batch_sizes_that_do_not_are_refused(sizes: tuple, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        blocks.check_batch(batch(*sizes), replicas=2)
+def test_inconsistent_batch_sizes_are_refused(sizes: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        blocks.check_batch(batch_config(*sizes), replicas=2)
 
 
 def test_a_config_may_be_a_dict_a_file_or_base64(tmp_path) -> None:
     config = {"train_batch_size": 2, "wallfacer": RING}
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config))
-    coded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
-    assert [blocks.load_config(c) for c in (config, str(path), path, coded)] == [config] * 4
+    encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+    assert [blocks.load_config(c) for c in (config, str(path), path, encoded)] == [config] * 4
 
 
-def test_a_config_that_is_not_there_is_named() -> None:
+def test_a_missing_config_file_is_named() -> None:
     with pytest.raises(ValueError, match="there is no file 'nowhere.json'"):
         blocks.load_config("nowhere.json")
 
 
-def test_locks_of_killed_compilations_are_found_and_named(tmp_path) -> None:
-    old, young = (tmp_path / "py311_cpu" / name / "lock" for name in ("cpu_adam", "shm"))
-    for lock in (old, young):
+def test_stale_locks_of_compilations_are_found_and_named(tmp_path) -> None:
+    """A killed compilation leaves its lock: one hour old. A running one has a new lock."""
+    old, new = (tmp_path / "py311_cpu" / name / "lock" for name in ("cpu_adam", "shm"))
+    for lock in (old, new):
         lock.parent.mkdir(parents=True)
         lock.touch()
-    long_ago = time.time() - 3600
-    os.utime(old, (long_ago, long_ago))
+    hour_ago = time.time() - 3600
+    os.utime(old, (hour_ago, hour_ago))
     assert cpu.stale_locks(tmp_path) == [old]
     with pytest.warns(RuntimeWarning, match="cpu_adam/lock.* delete the file"):
         cpu.warn_of_stale_locks(tmp_path)
 
 
-def test_a_clean_folder_of_operators_is_no_news(tmp_path) -> None:
+def test_a_folder_without_locks_gives_no_warning(tmp_path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cpu.warn_of_stale_locks(tmp_path)
 
 
-def test_the_shared_memory_operator_comes_back() -> None:
+def test_the_shared_memory_operator_is_disabled_only_inside_the_context() -> None:
     import deepspeed.ops
 
     before = dict(deepspeed.ops.__compatible_ops__)

@@ -1,4 +1,4 @@
-"""Drawn mutations of a DeepSpeed JSON: taken, or refused within a second by the key's name."""
+"""Random changes of a DeepSpeed JSON are accepted, or refused by the key within a second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wf_deepspeed import config as blocks  # noqa: E402
 
 ROUTE = {"name": "mesh", "rows": 2, "cols": 2, "order": [1, 0]}
 BLOCK = {"sequence_parallel_size": 4, "enabled": True, "loss_average": "token", "route": ROUTE}
-NEIGHBOURS = {
+OTHER_KEYS = {
     "train_batch_size": 4,
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 1,
@@ -32,7 +32,7 @@ NEIGHBOURS = {
     "data_efficiency": {"data_sampling": {"enabled": False}},
 }
 BASES: tuple[dict[str, Any], ...] = (
-    {"wallfacer": BLOCK, **NEIGHBOURS},
+    {"wallfacer": BLOCK, **OTHER_KEYS},
     {
         "wallfacer": {
             "sequence_parallel_size": 4,
@@ -51,35 +51,41 @@ BASES: tuple[dict[str, Any], ...] = (
 
 
 def read(config: Any) -> None:
-    """Everything that is known from the JSON and the number of ranks, here 8."""
-    words = blocks.load_config(config)
-    block = blocks.read_block(words)
+    """Make all checks of the JSON that need no model: on 8 ranks."""
+    loaded = blocks.load_config(config)
+    block = blocks.read_block(loaded)
     if block is not None:
-        blocks.refuse_conflicts(words, block)
-        blocks.check_batch(words, blocks.data_parallel_size(block, 8))
+        blocks.refuse_conflicts(loaded, block)
+        blocks.check_batch(loaded, blocks.data_parallel_size(block, 8))
 
 
 @settings(max_examples=1000, deadline=None)
 @given(drawn=mutated(BASES, VALUES))
-def test_mutations_are_taken_or_refused_by_name(drawn: tuple[tuple[str, ...], Any]) -> None:
+def test_a_changed_key_is_accepted_or_refused_by_name(drawn: tuple[tuple[str, ...], Any]) -> None:
     path, config = drawn
-    assert_refusal_names_key((*path, *related(path)), lambda: read(config))
+    assert_refusal_names_key((*path, *related_keys(path)), lambda: read(config))
 
 
 @settings(max_examples=100, deadline=None)
 @given(drawn=mutated(BASES, JSON))
-def test_a_json_in_base64_is_read_as_the_dict(drawn: tuple[tuple[str, ...], Any]) -> None:
+def test_a_changed_key_in_base64_is_accepted_or_refused_by_name(
+    drawn: tuple[tuple[str, ...], Any],
+) -> None:
     path, config = drawn
     text = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
-    no_json = "is no JSON that DeepSpeed takes"  # such as Infinity
-    assert_refusal_names_key((*path, *related(path), no_json), lambda: read(text))
+    not_json = "is no JSON that DeepSpeed takes"  # such as Infinity
+    assert_refusal_names_key((*path, *related_keys(path), not_json), lambda: read(text))
 
 
-def related(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The keys that batches are computed with: where one of them is wrong, any may be named."""
-    batch = "batch" in path[0].lower() or path[0] == "gradient_accumulation_steps"
-    size = path in (("wallfacer",), ("wallfacer", "sequence_parallel_size"))
-    return blocks.BATCH_KEYS if batch or size else ()
+def related_keys(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the keys that a refusal may name instead of `path`.
+
+    The batch sizes and the number of ranks per sequence are checked together: if one of them is
+    wrong, the refusal may name any batch size.
+    """
+    is_batch_size = "batch" in path[0].lower() or path[0] == "gradient_accumulation_steps"
+    changes_ranks = path in (("wallfacer",), ("wallfacer", "sequence_parallel_size"))
+    return blocks.BATCH_KEYS if is_batch_size or changes_ranks else ()
 
 
 def test_base64_longer_than_a_file_name_is_read() -> None:
@@ -89,7 +95,7 @@ def test_base64_longer_than_a_file_name_is_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["3", "null", "[1, 2]", '"words"'])
-def test_a_json_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_json_that_is_not_an_object_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "ds.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"ds.json' must hold an object"):
@@ -99,7 +105,7 @@ def test_a_json_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
         (b'{"train_batch_size": [1, }', "is no JSON"),
         ('{"a": "é"}'.encode("latin-1"), "must be UTF-8"),
@@ -108,15 +114,15 @@ def test_a_json_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
         (b'{"wallfacer": {}, "wallfacer": {}}', 'key "wallfacer" is given 2 times'),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, data: bytes, says: str) -> None:
+def test_a_file_that_is_not_valid_json_is_named(tmp_path: Path, data: bytes, message: str) -> None:
     path = tmp_path / "ds.json"
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=rf"ds.json' .*({says})"):
+    with pytest.raises(ValueError, match=rf"ds.json' .*({message})"):
         blocks.load_config(path)
 
 
 @pytest.mark.parametrize(
-    ("neighbour", "key"),
+    ("keys", "refused_key"),
     [
         ({"tensor_parallel": None}, "tensor_parallel"),
         ({"tensor_parallel": {"autotp_size": None}}, "tensor_parallel.autotp_size"),
@@ -126,7 +132,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, data: bytes, says: 
         ({"train_batch_size": None, "train_micro_batch_size_per_gpu": 1}, "train_batch_size"),
     ],
 )
-def test_null_is_refused_by_the_key(neighbour: dict[str, Any], key: str) -> None:
-    config = {"wallfacer": {"sequence_parallel_size": 4}, "train_batch_size": 2} | neighbour
-    with pytest.raises(ValueError, match=f'"{key}".*(null|None)'):
+def test_null_is_refused_by_name(keys: dict[str, Any], refused_key: str) -> None:
+    config = {"wallfacer": {"sequence_parallel_size": 4}, "train_batch_size": 2} | keys
+    with pytest.raises(ValueError, match=f'"{refused_key}".*(null|None)'):
         read(config)
