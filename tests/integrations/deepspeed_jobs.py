@@ -1,4 +1,4 @@
-"""Starting jobs of several ranks for the DeepSpeed tests, and the data and model they share."""
+"""Jobs of several ranks for the tests of engines, and the data, model and reference they share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -24,11 +25,10 @@ from tests import forked
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 32
-SEQLEN = 44  # no multiple of 8: shard_batch pads
+SEQLEN = 44  # not a multiple of 8: shard_batch pads
 Batch = dict[str, Any]
 FIXED = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-FIXED["PYTHONWARNINGS"] = "ignore::FutureWarning"  # DeepSpeed's, thousands of them
-# What ranks import, once for all of them (tests/forked.py).
+FIXED["PYTHONWARNINGS"] = "ignore::FutureWarning"  # DeepSpeed gives thousands of them
 IMPORTED = (
     "tests.integrations.deepspeed_jobs",
     "tests.dsp.test_video_dit",
@@ -42,21 +42,23 @@ IMPORTED = (
     "wf_deepspeed",
     "wf_transformers",
 )
+"""What the process whose forks are the ranks imports, once for all of them (tests/forked.py)."""
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment, with our packages importable and one thread a rank."""
+    """Return this process's environment, with our packages importable and one thread per rank."""
     path = [str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH", "")]
     return os.environ | FIXED | {"PYTHONPATH": os.pathsep.join(filter(None, path))} | more
 
 
 def python(*modules: str) -> tuple[str, ...]:
-    """`python` for a rank: a fork of a process that has imported `modules`.
+    """Return the command `python` of a rank: a fork of a process that has imported `modules`.
 
-    Without any: DeepSpeed and transformers.
+    Without `modules`, it has imported those of `IMPORTED` whose framework is installed.
     """
-    there = [name for name in IMPORTED if find_spec(name.partition(".")[0].removeprefix("wf_"))]
-    return forked.python(*(modules or there), **FIXED)
+    packages = {name: name.partition(".")[0].removeprefix("wf_") for name in IMPORTED}
+    installed = [name for name, package in packages.items() if find_spec(package)]
+    return forked.python(*(modules or installed), **FIXED)
 
 
 def run_ranks(
@@ -66,15 +68,14 @@ def run_ranks(
     fresh: bool = False,
     imported: Sequence[str] = (),
 ) -> list[str]:
-    """`python command...` once per rank as torchrun would start it; what each rank printed.
+    """Run `python command...` on every rank as torchrun would; return what each rank printed.
 
     Args:
-        fresh: whether each rank is an interpreter of its own, which imports everything itself,
-            and no fork.
-        imported: by the process whose forks they are; see `python`.
+        fresh: whether each rank is a new interpreter, which imports everything itself, not a fork.
+        imported: modules that the process whose forks the ranks are has imported; see `python`.
 
     Raises:
-        AssertionError: with the output of the first rank that failed, or if they did not end in
+        AssertionError: with the output of the first rank that failed, or if a rank did not end in
             time. No process is left behind.
     """
     with socket.socket() as probe:
@@ -84,7 +85,7 @@ def run_ranks(
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     start = [sys.executable] if fresh else python(*imported)
     with ExitStack() as stack:
-        # Files, not pipes: a full pipe would stop a rank that the others wait for.
+        # files: a full pipe would stop a rank that the others wait for
         logs = [stack.enter_context(TemporaryFile("w+")) for _ in range(ranks)]
         processes = [
             subprocess.Popen(
@@ -97,30 +98,39 @@ def run_ranks(
         ]
         codes = _wait(processes, timeout)
         outputs = [(log.seek(0), log.read())[1] for log in logs]
-    late = [rank for rank, code in enumerate(codes) if code == -signal.SIGKILL]
-    assert late != list(range(ranks)), f"no rank of {ranks} ended within {timeout} s"
-    failed = [rank for rank, code in enumerate(codes) if code and rank not in late]
+    failed = [rank for rank, code in enumerate(codes) if code]
     assert not failed, f"ranks {failed} failed; rank {failed[0]}:\n{outputs[failed[0]][-6000:]}"
+    late = [rank for rank, code in enumerate(codes) if code is None]
+    assert not late, f"ranks {late} of {ranks} did not end within {timeout} s"
     return outputs
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int]:
-    """Exit codes; ends all processes as soon as one fails or the time is up."""
-    stop = time.monotonic() + timeout
-    while time.monotonic() < stop:
+def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:
+    """Wait until all processes have ended, one has failed, or the time is up; kill the others.
+
+    Returns:
+        The exit codes; None for a process that was killed here.
+    """
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
         codes = [process.poll() for process in processes]
         if None not in codes or any(codes):
             break
         time.sleep(0.05)
+    running = [process.poll() is None for process in processes]
     for process in processes:
         process.kill()
-    return [process.wait() for process in processes]
+    codes = [process.wait() for process in processes]
+    return [
+        None if was_running and code == -signal.SIGKILL else code
+        for was_running, code in zip(running, codes, strict=True)
+    ]
 
 
 def run_cases(
     cases: list[dict[str, Any]], ranks: int, folder: Path, timeout: float = 280.0
 ) -> dict[str, dict[str, Any]]:
-    """One job of `ranks` over all cases; what each case's rank 0 wrote, by the case's name."""
+    """Run deepspeed_worker.py over all cases in one job of `ranks`; return rank 0's results."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.json").write_text(json.dumps(cases))
     worker = Path(__file__).with_name("deepspeed_worker.py")
@@ -129,39 +139,40 @@ def run_cases(
 
 
 def tiny_llama(layers: int = 2, **more: Any) -> LlamaForCausalLM:
-    """4 heads on 2 key heads unless `more` says else, the same weights in every process."""
+    """Build a model of 4 heads on 2 key heads, with the same weights in every process.
+
+    Args:
+        more: keys of its config, which override these.
+    """
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    words = shape | heads | more
-    config = LlamaConfig(vocab_size=VOCABULARY, initializer_range=0.2, **words)
-    return LlamaForCausalLM(config)
+    keys = shape | heads | more
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, initializer_range=0.2, **keys))
 
 
 def text(first: int) -> Iterator[Batch]:
-    """An endless stream of single sequences from number `first` on.
+    """Yield batches of one sequence, from sequence number `first` on, without end.
 
-    Of four in a row one holds three documents and one as many as the planner has a kind for. The
-    number of valid labels differs from one to the next, so that an average over ranks instead of
-    tokens shows.
+    Of four sequences one holds 3 documents and one 11. The number of valid labels differs from one
+    sequence to the next, so that an average over ranks instead of tokens shows.
     """
-    few, many = (0, 9, 30, SEQLEN), tuple(range(0, SEQLEN + 1, 4))
-    number = first
-    while True:
-        draw = torch.Generator().manual_seed(number)
-        ids = torch.randint(VOCABULARY, (1, SEQLEN), generator=draw)
-        ids[:, 1::2] = (ids[:, ::2] * 5 + 3) % VOCABULARY  # something to learn
+    whole = (0, SEQLEN)
+    three_documents, eleven_documents = (0, 9, 30, SEQLEN), tuple(range(0, SEQLEN + 1, 4))
+    for number in count(first):
+        random = torch.Generator().manual_seed(number)
+        ids = torch.randint(VOCABULARY, (1, SEQLEN), generator=random)
+        ids[:, 1::2] = (ids[:, ::2] * 5 + 3) % VOCABULARY  # every second token can be learnt
         labels = ids.clone()
         labels[:, : 7 * (number % 5)] = -100
-        borders = ((0, SEQLEN), few, (0, SEQLEN), many)[number % 4]
+        borders = (whole, three_documents, whole, eleven_documents)[number % 4]
         yield {"input_ids": ids, "labels": labels, "cu_seqlens": borders}
-        number += 1
 
 
 def dense_loss_sum(model: Any, batch: Batch) -> tuple[Tensor, int]:
-    """Sum of the token losses on one rank and their number, by nothing of ours."""
+    """Return the sum of the token losses on one rank and their number, with none of our code."""
     borders = batch["cu_seqlens"]
-    document = torch.bucketize(torch.arange(SEQLEN), torch.tensor(borders), right=True)
+    document = torch.bucketize(torch.arange(SEQLEN), torch.tensor(borders), right=True)  # from 1
     causal = torch.ones(SEQLEN, SEQLEN, dtype=torch.bool).tril()
     seen = causal & (document[:, None] == document[None])
     mask = torch.zeros(1, 1, SEQLEN, SEQLEN, dtype=model.dtype).masked_fill(~seen, float("-inf"))
@@ -171,6 +182,6 @@ def dense_loss_sum(model: Any, batch: Batch) -> tuple[Tensor, int]:
     labels = batch["labels"][0]
     predicted = [i for i in range(SEQLEN - 1) if i + 1 not in borders and labels[i + 1] != -100]
     targets = labels[[i + 1 for i in predicted]]
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    losses = -torch.log_softmax(logits[predicted].to(wide), -1).gather(1, targets[:, None])
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    losses = -torch.log_softmax(logits[predicted].to(dtype), -1).gather(1, targets[:, None])
     return losses.sum(), len(predicted)

@@ -1,4 +1,7 @@
-"""One rank of a job in which rank 1 is killed while it writes its part of a checkpoint."""
+"""One rank of two that save "step1"; rank 1 is killed while it writes its part of "step2".
+
+python deepspeed_killed_save.py FOLDER
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from tests.integrations.deepspeed_jobs import tiny_llama
 from wf_backends import launch
 
 
-def killed(*_: Any) -> None:
+def kill_this_process(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -31,7 +34,7 @@ def main(folder: str) -> None:
         )[0]
     engine.save_checkpoint(folder, tag="step1")
     if job.rank == 1:
-        engine._save_zero_checkpoint = killed
+        engine._save_zero_checkpoint = kill_this_process
     engine.save_checkpoint(folder, tag="step2")
 
 

@@ -1,7 +1,10 @@
 """One rank of a job: runs the cases of FOLDER/cases.json one after the other.
 
-A case: name, config (DeepSpeed JSON), steps, sequences (per step, over all ranks), and optionally
-layers, model (more of its settings), average, checkpointing, save, load, tag, pretrained, compile.
+python deepspeed_worker.py FOLDER; rank 0 writes FOLDER/NAME.pt for each case. A case has a "name",
+the DeepSpeed JSON as "config", the number of "steps", and of "sequences" per step over all ranks;
+and optionally "layers", "model" (more keys of its config), "average" of the reference ("token" or
+"sequence"), "checkpointing", "compile", the folders to "save" to, "load" from (with its "tag"), and
+take "pretrained" weights from.
 """
 
 from __future__ import annotations
@@ -37,15 +40,15 @@ def main(folder: Path) -> None:
         result = run(case)
         if dist.get_rank() == 0:
             torch.save(result, folder / f"{case['name']}.pt")
-        if dist.get_world_size() > 1:  # of one rank DeepSpeed keeps a group of its own
+        if dist.get_world_size() > 1:  # on one rank DeepSpeed reuses the group that it made
             destroy_groups()
     dist.barrier()
     dist.destroy_process_group()
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """Losses, gradient norms, bytes sent and final weights of one case."""
-    model = pretrained(case) if "pretrained" in case else from_config(case)
+    """Return losses, gradient norms, bytes sent and final weights of one case."""
+    model = load_pretrained(case) if "pretrained" in case else build_random(case)
     partitioned = any(hasattr(p, "ds_id") for p in model.parameters())
     if case.get("checkpointing") == "transformers":
         model.gradient_checkpointing_enable()
@@ -58,58 +61,64 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     )
     if case.get("compile"):
         engine.compile(**case["compile"])
-    first = 0
+    first_step = 0
     if case.get("load"):
-        _, client = engine.load_checkpoint(case["load"], tag=case.get("tag"))
-        first = client["step"]
+        _, client_state = engine.load_checkpoint(case["load"], tag=case.get("tag"))
+        first_step = client_state["step"]
     losses, norms = [], []
-    for step in range(first, case["steps"]):
-        loss, norm = train(engine, case, step * case["sequences"])
+    for step in range(first_step, case["steps"]):
+        loss, norm = train_step(engine, case, step * case["sequences"])
         losses.append(loss)
         norms.append(norm)
     if case.get("save"):
         engine.save_checkpoint(case["save"], tag="saved", client_state={"step": case["steps"]})
     sent = engine.wallfacer.report() if hasattr(engine, "wallfacer") else {}
-    result = {"first": first, "losses": losses, "norms": norms, "sent": sum(sent.values())}
-    result |= {"labels": sorted(sent), "weights": weights(engine), "partitioned": partitioned}
-    result["compiled"] = engine.is_compiled
     recompute = getattr(model.model, "_gradient_checkpointing_func", None)
-    result["offloads"] = getattr(recompute, "func", None) is inputs_on_host
+    result = {
+        "first_step": first_step,
+        "losses": losses,
+        "norms": norms,
+        "sent": sum(sent.values()),
+        "message_labels": sorted(sent),
+        "weights": full_weights(engine),
+        "partitioned": partitioned,
+        "compiled": engine.is_compiled,
+        "offloads": getattr(recompute, "func", None) is inputs_on_host,
+    }
     if hasattr(engine, "wallfacer"):
         engine.wallfacer.remove()
     engine.destroy()
     return result
 
 
-def from_config(case: dict[str, Any]) -> Any:
-    """The model of the settings, drawn."""
+def build_random(case: dict[str, Any]) -> Any:
     return tiny_llama(case.get("layers", 2), **case.get("model", {}))
 
 
-def pretrained(case: dict[str, Any]) -> Any:
-    """The model from a folder; at ZeRO 3 under `deepspeed.zero.Init`, as transformers does it."""
-    alive = HfDeepSpeedConfig(case["config"])
+def load_pretrained(case: dict[str, Any]) -> Any:
+    """Load the model from a folder; at ZeRO 3 transformers does so under `deepspeed.zero.Init`."""
+    config = HfDeepSpeedConfig(case["config"])  # transformers holds a weak reference to it
     model = LlamaForCausalLM.from_pretrained(case["pretrained"])
-    del alive  # transformers asks for it while it loads, and holds a weak reference
+    del config
     return model
 
 
 def deepspeed_checkpoint(layer: Any, *args: Any) -> tuple[Any]:
-    """DeepSpeed hands back a single output bare; transformers takes the first of a tuple."""
+    """Call DeepSpeed's checkpoint; it unpacks a tuple of one, which transformers expects."""
     return (deepspeed.checkpointing.checkpoint(layer, *args),)
 
 
-def train(engine: Any, case: dict[str, Any], first: int) -> tuple[float, float]:
-    """One optimizer step over the sequences from number `first` on."""
+def train_step(engine: Any, case: dict[str, Any], first: int) -> tuple[float, float]:
+    """Take one optimizer step over the sequences from number `first` on; return loss and norm."""
     if not hasattr(engine, "wallfacer"):
         batches = list(islice(text(first), case["sequences"]))
-        return dense(engine, batches, case.get("average", "sequence"))
+        return reference_step(engine, batches, case.get("average", "sequence"))
     wallfacer = engine.wallfacer
-    part, parts = wallfacer.data_parallel_rank, wallfacer.data_parallel_size
-    mine = islice(text(first), part, case["sequences"], parts)
-    shards = [wallfacer.shard_batch(batch) for batch in mine]
-    token = wallfacer.block.loss_average == "token"
-    valid = wallfacer.count_valid(shards) if token and len(shards) > 1 else None
+    group, num_groups = wallfacer.data_parallel_rank, wallfacer.data_parallel_size
+    batches = islice(text(first), group, case["sequences"], num_groups)
+    shards = [wallfacer.shard_batch(batch) for batch in batches]
+    by_token = wallfacer.block.loss_average == "token"
+    valid = wallfacer.count_valid(shards) if by_token and len(shards) > 1 else None
     total = torch.zeros(())
     norm = 0.0
     for shard in shards:
@@ -121,7 +130,7 @@ def train(engine: Any, case: dict[str, Any], first: int) -> tuple[float, float]:
 
 
 def backward_and_step(engine: Any, loss: torch.Tensor) -> float:
-    """The gradient norm before clipping; DeepSpeed does not tell it at ZeRO 0."""
+    """Return the gradient norm before clipping, which DeepSpeed does not report at ZeRO 0."""
     engine.backward(loss)
     if engine.zero_optimization_stage():
         engine.step()
@@ -132,25 +141,26 @@ def backward_and_step(engine: Any, loss: torch.Tensor) -> float:
     return norm
 
 
-def dense(engine: Any, batches: list[dict[str, Any]], average: str) -> tuple[float, float]:
-    """The reference: one rank, no sequence parallelism, gradient accumulation over all batches."""
+def reference_step(engine: Any, batches: list[dict[str, Any]], average: str) -> tuple[float, float]:
+    """Take one step on one rank with dense attention, accumulating gradients over all batches."""
     with torch.no_grad():
         counts = [dense_loss_sum(engine, batch)[1] for batch in batches]
     total = norm = 0.0
     for batch, count in zip(batches, counts, strict=True):
-        share = len(batches) / sum(counts) if average == "token" else 1 / count
-        loss = dense_loss_sum(engine, batch)[0] * share
+        weight = len(batches) / sum(counts) if average == "token" else 1 / count
+        loss = dense_loss_sum(engine, batch)[0] * weight
         norm = backward_and_step(engine, loss)
         total += float(loss.detach())
     return total / len(batches), norm
 
 
-def weights(engine: Any) -> dict[str, torch.Tensor]:
-    """All parameters, whole, float32."""
+def full_weights(engine: Any) -> dict[str, torch.Tensor]:
+    """Return copies of all parameters in float32, gathered from all ranks at ZeRO 3."""
     parameters = dict(engine.module.named_parameters())
-    whole = engine.zero_optimization_stage() == 3
-    gathered = GatheredParameters(list(parameters.values())) if whole else contextlib.nullcontext()
-    with gathered:
+    gather = contextlib.nullcontext()
+    if engine.zero_optimization_stage() == 3:
+        gather = GatheredParameters(list(parameters.values()))
+    with gather:
         return {name: p.detach().float().clone() for name, p in parameters.items()}
 
 

@@ -1,4 +1,4 @@
-"""LSS Transformer from the DeepSpeed block: ZeRO 0 to 3 train as one rank does."""
+""" "strategy": "lss" in a DeepSpeed JSON: two ranks train as one at ZeRO 0 to 3."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=I
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
 from tests.integrations.deepspeed_jobs import run_cases  # noqa: E402
-from tests.integrations.test_deepspeed_exact import STAGES, assert_same, case  # noqa: E402
+from tests.integrations.test_deepspeed_exact import STAGES, assert_same_training, case  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
@@ -18,14 +18,16 @@ LSS = {"sequence_parallel_size": 2, "strategy": "lss"}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("lss")
-    alone = run_cases([case("alone", None)], 1, folder)
-    return alone | run_cases([case(f"lss_{stage}", LSS, stage) for stage in STAGES], 2, folder)
+    reference = run_cases([case("one_rank", None)], 1, folder)
+    return reference | run_cases([case(f"lss_{stage}", LSS, stage) for stage in STAGES], 2, folder)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_two_ranks_train_as_one(stage: int, found: dict[str, dict[str, Any]]) -> None:
-    assert_same(found[f"lss_{stage}"], found["alone"])
-    assert found[f"lss_{stage}"]["sent"] > 0
-    assert found[f"lss_{stage}"]["labels"] == ["backward home", "forward gather"]
+def test_two_ranks_train_as_one(stage: int, results: dict[str, dict[str, Any]]) -> None:
+    """And exchange what LSS says: keys and values gathered once, their gradients sent home once."""
+    actual = results[f"lss_{stage}"]
+    assert_same_training(actual, results["one_rank"])
+    assert actual["sent"] > 0
+    assert actual["message_labels"] == ["backward home", "forward gather"]

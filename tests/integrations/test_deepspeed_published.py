@@ -1,4 +1,4 @@
-"""Every file of configs/deepspeed is loaded and trains; the example runs under mpirun."""
+"""Every file of configs/deepspeed trains on four ranks; examples/pretrain.py runs under mpirun."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
 RANKS, STEPS = 4, 3
 FILES = sorted((ROOT / "configs" / "deepspeed").glob("*.json"))
-NVME = "nvme"  # in the name of settings that need an operator of DeepSpeed to be compiled
+NVME = "nvme"  # in the names of files that need an operator of DeepSpeed to be compiled
 CPU_STEMS = [path.stem for path in FILES if NVME not in path.stem]
 NVME_STEMS = [path.stem for path in FILES if NVME in path.stem]
 
@@ -44,50 +44,51 @@ def load(stem: str) -> dict[str, Any]:
 
 
 def case(stem: str, folder: Path) -> dict[str, Any]:
-    """The setting as a case for the worker; what it offloads to NVMe goes into `folder`."""
+    """Return the file as a case of deepspeed_worker.py; `folder` stands for the NVMe."""
     config = load(stem)
     for part in config["zero_optimization"].values():
         if isinstance(part, dict) and part.get("device") == NVME:
             part["nvme_path"] = str(folder)
-    return {"name": stem, "config": config, "steps": STEPS, "sequences": sequences(config)}
+    return {"name": stem, "config": config, "steps": STEPS, "sequences": num_sequences(config)}
 
 
-def sequences(config: dict[str, Any]) -> int:
-    """Sequences of one optimizer step over all ranks."""
+def num_sequences(config: dict[str, Any]) -> int:
+    """Return the sequences of one optimizer step over all ranks."""
     groups = RANKS // config["wallfacer"]["sequence_parallel_size"]
     return groups * config["gradient_accumulation_steps"]
 
 
 def first_loss(config: dict[str, Any]) -> float:
-    """The loss before the first step, on one rank and by nothing of ours."""
+    """Return the reference of the first loss: one rank, dense attention, none of our code."""
     model = tiny_llama()
     with torch.no_grad():
-        shares = [dense_loss_sum(model, b) for b in islice(text(0), sequences(config))]
+        sums = [dense_loss_sum(model, b) for b in islice(text(0), num_sequences(config))]
     if config["wallfacer"].get("loss_average") == "token":
-        return sum(float(loss) for loss, _ in shares) / sum(count for _, count in shares)
-    return sum(float(loss) / count for loss, count in shares) / len(shares)
+        return sum(float(loss) for loss, _ in sums) / sum(count for _, count in sums)
+    return sum(float(loss) / count for loss, count in sums) / len(sums)
 
 
-def assert_trains(found: dict[str, Any], config: dict[str, Any]) -> None:
-    losses = found["losses"]
+def assert_trains(result: dict[str, Any], config: dict[str, Any]) -> None:
+    """The first loss is the reference's, in bf16 to 1% (8 bits); all losses are finite."""
+    losses = result["losses"]
     tolerance = 1e-2 if "bf16" in config else 1e-5
     assert losses[0] == pytest.approx(first_loss(config), rel=tolerance)
     assert len(losses) == STEPS and all(math.isfinite(loss) for loss in losses)
-    assert found["sent"] > 0
+    assert result["sent"] > 0
 
 
 @pytest.fixture(scope="module")
-def trained(
+def results(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("published")
-    asked = [case(stem, folder) for stem in selected_cases(request, CPU_STEMS, "stem")]
-    return run_cases(asked, RANKS, folder)
+    cases = [case(stem, folder) for stem in selected_cases(request, CPU_STEMS, "stem")]
+    return run_cases(cases, RANKS, folder)
 
 
 @pytest.mark.parametrize("stem", CPU_STEMS)
-def test_a_published_setting_trains(stem: str, trained: dict[str, dict[str, Any]]) -> None:
-    assert_trains(trained[stem], load(stem))
+def test_a_published_config_trains(stem: str, results: dict[str, dict[str, Any]]) -> None:
+    assert_trains(results[stem], load(stem))
 
 
 @pytest.mark.skipif(
@@ -96,34 +97,38 @@ def test_a_published_setting_trains(stem: str, trained: dict[str, dict[str, Any]
 )
 @pytest.mark.timeout(900)  # the operator is compiled at its first use: 5 minutes on two cores
 @pytest.mark.parametrize("stem", NVME_STEMS)
-def test_a_published_setting_trains_with_nvme(stem: str, tmp_path: Path) -> None:
-    found = run_cases([case(stem, tmp_path)], RANKS, tmp_path, timeout=800)
-    assert_trains(found[stem], load(stem))
+def test_a_published_config_trains_with_nvme(stem: str, tmp_path: Path) -> None:
+    results = run_cases([case(stem, tmp_path)], RANKS, tmp_path, timeout=800)
+    assert_trains(results[stem], load(stem))
 
 
-def mpirun(*arguments: str) -> str:
-    """The example on 4 ranks under the mpirun beside this Python; what it printed."""
-    beside = Path(sys.executable).with_name("mpirun")
-    program = str(beside) if beside.exists() else shutil.which("mpirun")
-    assert program is not None
+def find_mpirun() -> str | None:
+    """Return the mpirun of this Python's environment, else the system's."""
+    in_environment = Path(sys.executable).with_name("mpirun")
+    return str(in_environment) if in_environment.exists() else shutil.which("mpirun")
+
+
+def run_example(mpirun: str, *arguments: str) -> str:
+    """Run examples/pretrain.py on 4 ranks under mpirun; return its output."""
     options = ["--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
-    command = [program, *options, "-n", "4", *python(), "examples/pretrain.py", *arguments]
-    done = subprocess.run(
+    command = [mpirun, *options, "-n", "4", *python(), "examples/pretrain.py", *arguments]
+    completed = subprocess.run(
         command, cwd=ROOT, env=environment(), timeout=200, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    assert completed.returncode == 0, completed.stdout[-3000:] + completed.stderr[-3000:]
+    return completed.stdout
 
 
 @pytest.mark.mpi
-def test_the_example_trains_saves_resumes_and_draws(tmp_path: Path) -> None:
+def test_the_example_trains_saves_resumes_and_plots(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
-    if shutil.which("mpirun") is None and not Path(sys.executable).with_name("mpirun").exists():
+    mpirun = find_mpirun()
+    if mpirun is None:
         pytest.skip("there is no mpirun")
     config = str(ROOT / "configs" / "deepspeed" / "zero2_concentric.json")
-    shared = ["--deepspeed_config", config, "--seq-len", "256", "--out", str(tmp_path)]
-    mpirun(*shared, "--steps", "4", "--save-every", "2")
-    printed = mpirun(*shared, "--steps", "6", "--resume")
+    arguments = ["--deepspeed_config", config, "--seq-len", "256", "--out", str(tmp_path)]
+    run_example(mpirun, *arguments, "--steps", "4", "--save-every", "2")
+    printed = run_example(mpirun, *arguments, "--steps", "6", "--resume")
     assert "held-out loss" in printed and str(tmp_path / "loss.png") in printed
     rows = (tmp_path / "loss.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows] == ["step", "1", "2", "3", "4", "5", "6"]
