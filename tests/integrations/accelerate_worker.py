@@ -1,7 +1,8 @@
-"""What the tests of wf_accelerate run on every rank: the Trainer, and loops of accelerate's.
+"""One rank of a job of test_accelerate.py: the Trainer, and users' own loops under accelerate.
 
-python accelerate_worker.py FOLDER, with FOLDER/cases.json: a list of cases. A case has a "name", a
-"kind" (below), a "gradient_accumulation", and the "words" of WallFacer, none for a job without us.
+python accelerate_worker.py FOLDER, with FOLDER/cases.json; rank 0 writes FOLDER/NAME.json. A case
+has a "name", a "scenario" (of SCENARIOS, or one that `make_trainer` knows), the number of
+"gradient_accumulation" steps, and the configuration "wallfacer", null for a job without it.
 """
 
 import json
@@ -22,103 +23,120 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 import wf_accelerate
 from tests.helpers import destroy_groups
-from tests.integrations.deepspeed_trainer import Text, arguments, leave, model
+from tests.integrations.deepspeed_jobs import tiny_llama
+from tests.integrations.deepspeed_trainer import (
+    NUM_EVALUATED,
+    Samples,
+    leave_job,
+    training_arguments,
+)
 from wf_transformers.checkpoints import inputs_on_host
 
+Case = dict[str, Any]
 Result = dict[str, Any]
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """`Text` without a length."""
+    """`Samples` without a length."""
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        text = Text(32)
-        return (text[index] for index in range(len(text)))
+        samples = Samples(32)
+        return (samples[index] for index in range(len(samples)))
 
 
-def metrics(found: EvalPrediction) -> dict[str, float]:
-    """Of the samples that the Trainer gathered."""
-    logits, labels = found.predictions[:, :-1], found.label_ids[:, 1:]
-    right = (logits.argmax(-1) == labels)[labels != -100]
-    return {"samples": len(labels), "accuracy": float(right.mean())}
+def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    """The number of samples that the Trainer gathered, and the accuracy of their valid labels."""
+    logits, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
+    is_correct = (logits.argmax(-1) == labels)[labels != -100]
+    return {"samples": len(labels), "accuracy": float(is_correct.mean())}
 
 
-def summed(output: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A loss of a user's own, from the logits, by the Trainer's count of labels."""
+def loss_from_logits(
+    output: Any, labels: torch.Tensor, num_items_in_batch: Any = None
+) -> torch.Tensor:
+    """A user's `compute_loss_func`: cross entropy over the Trainer's number of labels."""
     logits = output.logits[:, :-1].flatten(0, 1)
     total = cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
     count = (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
     return total / count
 
 
-def penalised(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **words: Any) -> Any:
-    """A loss of the model's own, of which one term is no mean over the labels."""
-    penalty = logits.logsumexp(-1).square()[labels != -100].mean()  # at padding none is right
-    return ForCausalLMLoss(logits, labels, *args, **words) + penalty
+def penalised_loss(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A model's own `loss_function`: one term is not a mean over the labels."""
+    is_valid = labels != -100  # logits at padding are defined on no number of ranks
+    penalty = logits.logsumexp(-1).square()[is_valid].mean()
+    return ForCausalLMLoss(logits, labels, *args, **kwargs) + penalty
 
 
-def trainer_of(case: Result, folder: str, **more: Any) -> tuple[Trainer, Any]:
-    """A Trainer, and what `connect_trainer` gave."""
-    more["gradient_accumulation_steps"] = case["gradient_accumulation"]
-    if case["kind"] == "smoothed":  # the Trainer multiplies that by the number of ranks, too
-        more |= {"label_smoothing_factor": 0.1, "average_tokens_across_devices": False}
-    if case["kind"] == "recomputed":
-        more |= {"gradient_checkpointing": True, "dataloader_num_workers": 2}
-    if case["kind"] == "compiled":
-        more |= {"torch_compile": True, "torch_compile_backend": "eager"}
+def make_trainer(case: Case, folder: str, **options: Any) -> tuple[Trainer, Any]:
+    """Return the scenario's Trainer, and its handle, None for a job without WallFacer."""
+    scenario = case["scenario"]
+    options["gradient_accumulation_steps"] = case["gradient_accumulation"]
+    if scenario == "smoothed":  # averaging tokens, the Trainer scales this loss by the ranks, too
+        options |= {"label_smoothing_factor": 0.1, "average_tokens_across_devices": False}
+    if scenario == "recomputed":
+        options |= {"gradient_checkpointing": True, "dataloader_num_workers": 2}
+    if scenario == "compiled":
+        options |= {"torch_compile": True, "torch_compile_backend": "eager"}
     trainer = Trainer(
-        model(),
-        arguments(folder, **more),
-        train_dataset=Stream() if case["kind"] == "stream" else Text(32),
-        eval_dataset=Text(7),  # two groups' last batch lacks a sample
-        compute_metrics=None if case["kind"] == "stream" else metrics,
-        compute_loss_func=summed if case["kind"] == "own_loss" else None,
+        tiny_llama(),
+        training_arguments(folder, **options),
+        train_dataset=Stream() if scenario == "stream" else Samples(32),
+        eval_dataset=Samples(NUM_EVALUATED),
+        compute_metrics=None if scenario == "stream" else compute_metrics,
+        compute_loss_func=loss_from_logits if scenario == "own_loss" else None,
     )
-    if case["kind"] == "penalised":
-        trainer.model.loss_function = penalised  # type: ignore[union-attr]
-    if case["kind"] == "trainer_fsdp":
+    if scenario == "penalised":
+        trainer.model.loss_function = penalised_loss  # type: ignore[union-attr]
+    if scenario == "trainer_fsdp":
         use_fsdp2(trainer.accelerator)
         trainer.is_fsdp_enabled = True
-    words = case["words"]
-    return trainer, wf_accelerate.connect_trainer(trainer, words) if words else None
+    config = case["wallfacer"]
+    return trainer, wf_accelerate.connect_trainer(trainer, config) if config else None
 
 
-def train(case: Result, folder: str) -> Result:
-    """The Trainer: training, evaluation, prediction."""
-    trainer, connected = trainer_of(case, folder)
+def train_evaluate_predict(case: Case, folder: str) -> Result:
+    trainer, handle = make_trainer(case, folder)
+    bytes_sent = []  # in training, evaluation and prediction, by label
+
+    def record_bytes() -> None:
+        if handle is not None:
+            bytes_sent.append(handle.report())
+
     loss = trainer.train().training_loss
+    record_bytes()
     recompute = getattr(trainer.model.model, "_gradient_checkpointing_func", None)
-    sent = [connected.report()] if connected else []
-    evaluated = trainer.evaluate()
-    sent += [connected.report()] if connected else []
-    predicted: Any = trainer.predict(Text(7))
-    sent += [connected.report()] if connected else []
+    evaluation = trainer.evaluate()
+    record_bytes()
+    prediction: Any = trainer.predict(Samples(NUM_EVALUATED))
+    record_bytes()
     return {
         "loss": loss,
         "offloads": getattr(recompute, "func", None) is inputs_on_host,
-        "steps": steps_of(trainer),
+        "steps": losses_and_norms(trainer),
         "total_flos": trainer.state.total_flos,
-        "eval": evaluated,
-        "sent": sent,
-        "logits": np.asarray(predicted.predictions).tolist(),
-        "labels": np.asarray(predicted.label_ids).tolist(),
+        "eval": evaluation,
+        "bytes_sent": bytes_sent,
+        "logits": np.asarray(prediction.predictions).tolist(),
+        "labels": np.asarray(prediction.label_ids).tolist(),
     }
 
 
-def resume(case: Result, folder: str) -> Result:
-    """The Trainer's six steps, the last three of another one from a checkpoint."""
-    trainer_of(case, folder, save_strategy="steps", save_steps=3)[0].train()
-    trainer, _ = trainer_of(case, folder)
+def resume(case: Case, folder: str) -> Result:
+    """Train six steps: three with one Trainer, and three with another from its checkpoint."""
+    make_trainer(case, folder, save_strategy="steps", save_steps=3)[0].train()
+    trainer, _ = make_trainer(case, folder)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
-    return {"steps": steps_of(trainer), "eval": trainer.evaluate()}
+    return {"steps": losses_and_norms(trainer), "eval": trainer.evaluate()}
 
 
-def steps_of(trainer: Trainer) -> list[list[float]]:
-    return [[one["loss"], float(one["grad_norm"])] for one in trainer.state.log_history[:6]]
+def losses_and_norms(trainer: Trainer) -> list[list[float]]:
+    """The loss and the gradient norm of each of the six steps, as logged."""
+    return [[step["loss"], float(step["grad_norm"])] for step in trainer.state.log_history[:6]]
 
 
 def use_fsdp2(accelerator: Accelerator) -> None:
-    """What `Accelerator(fsdp_plugin=...)` does on GPUs; on a CPU it takes no notice of it."""
+    """Do what `Accelerator(fsdp_plugin=...)` does on GPUs; on a CPU it ignores the plugin."""
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -128,37 +146,42 @@ def use_fsdp2(accelerator: Accelerator) -> None:
     accelerator.state.distributed_type = DistributedType.FSDP
 
 
-def loop(case: Result, folder: str) -> Result:
-    """A loop of one's own, under accelerate's DDP or FSDP2."""
+def train_in_a_loop(case: Case, folder: str) -> Result:
+    """Train in a user's own loop, in float64, under accelerate's DDP or FSDP2."""
     accelerator = Accelerator(cpu=True)
-    if case["kind"] == "fsdp":
+    if case["scenario"] == "fsdp":
         use_fsdp2(accelerator)
-    llama = model().double()
-    if case["words"]:
-        connected = wf_accelerate.connect(llama, accelerator, case["words"])
-        llama.gradient_checkpointing_enable(connected.checkpoint_kwargs)
-    optimizer: Any = torch.optim.AdamW(llama.parameters(), lr=1e-3)
-    trained, optimizer = accelerator.prepare(llama, optimizer)
-    loader = accelerator.prepare(torch.utils.data.DataLoader(Text(10), batch_size=1))
-    steps, lengths = [], []
+    model = tiny_llama().double()
+    if case["wallfacer"]:
+        handle = wf_accelerate.connect(model, accelerator, case["wallfacer"])
+        model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    prepared_model, optimizer = accelerator.prepare(model, optimizer)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(Samples(10), batch_size=1))
+    steps, num_labels = [], []
     for batch in loader:
-        loss = trained(**batch).loss
+        loss = prepared_model(**batch).loss
         accelerator.backward(loss)
-        norm: Any = accelerator.clip_grad_norm_(trained.parameters(), 1.0)
+        norm: Any = accelerator.clip_grad_norm_(prepared_model.parameters(), 1.0)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         optimizer.step()
         optimizer.zero_grad()
         steps.append([float(accelerator.gather(loss.detach()).mean()), float(norm)])
         valid = int((batch["labels"] != -100).sum())
-        lengths += accelerator.gather_for_metrics([valid], use_gather_object=True)
-    return {"steps": steps, "lengths": lengths}
+        num_labels += accelerator.gather_for_metrics([valid], use_gather_object=True)
+    return {"steps": steps, "num_labels": num_labels}
 
 
-KINDS = {"ddp": loop, "fsdp": loop, "resumed": resume}
+SCENARIOS = {"ddp": train_in_a_loop, "fsdp": train_in_a_loop, "resumed": resume}
+"""The others use `train_evaluate_predict`."""
 
 
-def run_cases(folder: Path, run: Callable[[Result, str], Result]) -> None:
-    """What the first rank found of every case, each in a file of its own."""
+def run_scenario(case: Case, folder: str) -> Result:
+    return SCENARIOS.get(case["scenario"], train_evaluate_predict)(case, folder)
+
+
+def run_cases(folder: Path, run: Callable[[Case, str], Result]) -> None:
+    """Run every case of FOLDER/cases.json; rank 0 writes FOLDER/NAME.json."""
     for case in json.loads((folder / "cases.json").read_text()):
         AcceleratorState._reset_state(False)
         GradientState._reset_state()
@@ -167,8 +190,8 @@ def run_cases(folder: Path, run: Callable[[Result, str], Result]) -> None:
             (folder / f"{case['name']}.json").write_text(json.dumps(result))
         if dist.is_initialized():
             destroy_groups()
-    leave()
+    leave_job()
 
 
 if __name__ == "__main__":
-    run_cases(Path(sys.argv[1]), lambda case, folder: KINDS.get(case["kind"], train)(case, folder))
+    run_cases(Path(sys.argv[1]), run_scenario)

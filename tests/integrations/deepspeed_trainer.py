@@ -9,13 +9,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
-VOCABULARY, SEQLEN = 32, 44
+from tests.integrations.deepspeed_jobs import SEQLEN, VOCABULARY, tiny_llama
+
+NUM_EVALUATED = 7  # odd: the last batch of two groups lacks a sample
 
 
-class Text(torch.utils.data.Dataset):
-    """Samples of different lengths, padded on the right; some labels are masked."""
+class Samples(torch.utils.data.Dataset):
+    """Random tokens; the samples have different numbers of tokens and labels, padded on the right.
+
+    Of every three samples two have labels that are masked at the beginning, as a prompt's are.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -24,25 +29,17 @@ class Text(torch.utils.data.Dataset):
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        draw = torch.Generator().manual_seed(index)
-        ids = torch.randint(VOCABULARY, (SEQLEN,), generator=draw)
+        random = torch.Generator().manual_seed(index)
+        ids = torch.randint(VOCABULARY, (SEQLEN,), generator=random)
         mask = (torch.arange(SEQLEN) < SEQLEN - index % 5 * 4).long()
         labels = ids.masked_fill(mask == 0, -100)
         labels[: index % 3 * 6] = -100
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def model() -> LlamaForCausalLM:
-    """The same in every process."""
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    words = shape | heads | {"initializer_range": 0.2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **words))
-
-
-def arguments(folder: str, **more: Any) -> TrainingArguments:
-    words = {"average_tokens_across_devices": True, "save_strategy": "no"} | more
+def training_arguments(folder: str, **options: Any) -> TrainingArguments:
+    """Six steps on the CPU with one sample per process; `options` are added or override."""
+    options = {"average_tokens_across_devices": True, "save_strategy": "no"} | options
     return TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=1,
@@ -54,37 +51,41 @@ def arguments(folder: str, **more: Any) -> TrainingArguments:
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
-        **words,
+        **options,
     )
 
 
-def assert_close_tokens(logits: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Predictions (n, S, vocabulary) of `Text`; what they are at padding is nobody's business."""
-    valid = torch.stack(
-        [Text(len(logits))[index]["attention_mask"] for index in range(len(logits))]
-    )
-    assert (logits - wanted)[valid == 1].abs().max() < 1e-3 * wanted.abs().max()
+def assert_logits_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare logits (n, S, vocabulary) of `Samples(n)` after six steps in float32, to 0.1%.
+
+    Logits at padding are not compared: nothing defines them.
+    """
+    samples = Samples(len(actual))
+    valid = torch.stack([samples[index]["attention_mask"] for index in range(len(samples))]) == 1
+    assert (actual - expected)[valid].abs().max() < 1e-3 * expected.abs().max()
 
 
-def leave() -> None:
-    """Leave the job: threads of a group that is there when Python ends may abort the process."""
+def leave_job() -> None:
+    """Destroy the group: its threads may abort the process if they still run when Python ends."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def main() -> None:
     out, accumulation, *config = sys.argv[1:]
-    more = {"deepspeed": config[0] if config else None}
-    settings = arguments(out + ".folder", gradient_accumulation_steps=int(accumulation), **more)
-    # 7: two groups' last batch lacks a sample
-    trainer = Trainer(model(), settings, train_dataset=Text(32), eval_dataset=Text(7))
-    loss = trainer.train().training_loss  # not rounded, as the losses in the log are
+    options = {"deepspeed": config[0] if config else None}
+    arguments = training_arguments(
+        out + ".folder", gradient_accumulation_steps=int(accumulation), **options
+    )
+    evaluated = Samples(NUM_EVALUATED)
+    trainer = Trainer(tiny_llama(), arguments, train_dataset=Samples(32), eval_dataset=evaluated)
+    loss = trainer.train().training_loss  # the losses in the log are rounded, this one is not
     result = {"loss": loss, "steps": trainer.state.log_history[:6], "eval": trainer.evaluate()}
-    result["predictions"] = trainer.predict(Text(7)).predictions.tolist()
+    result["logits"] = trainer.predict(evaluated).predictions.tolist()
     if trainer.is_world_process_zero():
         with open(out, "w") as file:
             json.dump(result, file)
-    leave()
+    leave_job()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What the tests of TRL's DPO, GRPO and reward trainers run on every rank, in float64.
+"""One rank of a job of test_preferences.py: TRL's DPO, KTO, GRPO, RLOO and reward trainers.
 
-python preference_worker.py FOLDER, with FOLDER/cases.json: a list of cases. A case has a "name", a
-"kind" of trainer, its "options", and the "words" of WallFacer, none for a job without us.
+python preference_worker.py FOLDER, with FOLDER/cases.json; rank 0 writes FOLDER/NAME.json. A case
+has a "name", its "trainer" (of TRAINERS), the "options" of the trainer's configuration, and the
+configuration "wallfacer", null for a job without it. Models are in float64.
 """
 
 import sys
@@ -21,19 +22,20 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, Re
 import wf_accelerate
 from tests.integrations import trl_jobs
 from tests.integrations.accelerate_worker import run_cases
-from tests.integrations.deepspeed_trainer import VOCABULARY, model
+from tests.integrations.deepspeed_jobs import VOCABULARY, tiny_llama
 
 STEPS, SAMPLES = 3, 24
-HAS_FUSED_HEAD = int(version("trl").split(".")[0]) > 0  # and prompts are given their length
+HAS_FUSED_HEAD = int(version("trl").split(".")[0]) > 0
+Options = dict[str, Any]
 
 
-def tokenizer(side: str = "right") -> Any:
-    return trl_jobs.tokenizer(bos_token="t2", padding_side=side)
+def make_tokenizer(padding_side: str = "right") -> Any:
+    return trl_jobs.number_tokenizer(bos_token="t2", padding_side=padding_side)
 
 
-def text(seed: int, length: int) -> str:
-    draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCABULARY, (length,), generator=draw).tolist()
+def random_text(seed: int, length: int) -> str:
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (length,), generator=random).tolist()  # 0 to 2 are special
     return " ".join(f"t{n}" for n in ids)
 
 
@@ -41,131 +43,149 @@ def preferences() -> datasets.Dataset:
     """Prompts and answers of different lengths."""
     rows = [
         {
-            "prompt": text(3 * n, 5 + n % 4 * 3),
-            "chosen": " " + text(3 * n + 1, 18 - n % 3 * 5),
-            "rejected": " " + text(3 * n + 2, 9 + n % 5 * 4),
+            "prompt": random_text(3 * n, 5 + n % 4 * 3),
+            "chosen": " " + random_text(3 * n + 1, 18 - n % 3 * 5),
+            "rejected": " " + random_text(3 * n + 2, 9 + n % 5 * 4),
         }
         for n in range(SAMPLES)
     ]
     return datasets.Dataset.from_list(rows)
 
 
-def scorer() -> LlamaForSequenceClassification:
+def reward_model() -> LlamaForSequenceClassification:
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    words = shape | {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCABULARY, num_labels=1, pad_token_id=0, **words)
+    config = LlamaConfig(vocab_size=VOCABULARY, num_labels=1, pad_token_id=0, **shape, **heads)
     return LlamaForSequenceClassification(config)
 
 
 def tokenized(rows: datasets.Dataset) -> datasets.Dataset:
-    """As RewardTrainer takes them."""
-    token = tokenizer()
+    """The columns that TRL 0.19's RewardTrainer takes."""
+    tokenizer = make_tokenizer()
 
-    def pair(row: dict[str, str]) -> dict[str, Any]:
-        found = {}
-        for kind in ("chosen", "rejected"):
-            its = token(row["prompt"] + row[kind])
-            found |= {f"input_ids_{kind}": its["input_ids"]}
-            found |= {f"attention_mask_{kind}": its["attention_mask"]}
-        return found
+    def tokenize(row: dict[str, str]) -> dict[str, Any]:
+        columns = {}
+        for answer in ("chosen", "rejected"):
+            tokens = tokenizer(row["prompt"] + row[answer])
+            columns[f"input_ids_{answer}"] = tokens["input_ids"]
+            columns[f"attention_mask_{answer}"] = tokens["attention_mask"]
+        return columns
 
-    return rows.map(pair)
+    return rows.map(tokenize)
 
 
-def reference() -> Any:
-    """Another model than the one that is trained."""
-    found = model().double().eval()
+def reference_model() -> Any:
+    """A model with other weights than the one that is trained."""
+    model = tiny_llama().double().eval()
     with torch.no_grad():
-        for p in found.parameters():
+        for p in model.parameters():
             p.mul_(1.1)
-    return found
+    return model
 
 
-def dpo(words: dict[str, Any], options: dict[str, Any]) -> Any:
-    settings = DPOConfig(**words, **options, disable_dropout=True)
-    rows: Any = {"train_dataset": preferences(), "eval_dataset": preferences().select(range(4))}
-    beside: Any = {"processing_class": tokenizer(), **rows}
-    return Recording(DPOTrainer)(model().double(), reference(), settings, **beside)
+def dpo(arguments: Options, options: Options) -> Any:
+    return recording(DPOTrainer)(
+        tiny_llama().double(),
+        reference_model(),
+        DPOConfig(**arguments, **options, disable_dropout=True),
+        train_dataset=preferences(),
+        eval_dataset=preferences().select(range(4)),
+        processing_class=make_tokenizer(),
+    )
 
 
-def dpo_lora(words: dict[str, Any], options: dict[str, Any]) -> Any:
+def dpo_lora(arguments: Options, options: Options) -> Any:
     """The reference is the model without its adapter."""
     adapter = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    settings = DPOConfig(**words, **options)
-    rows: Any = {"train_dataset": preferences(), "processing_class": tokenizer()}
-    torch.manual_seed(0)  # the adapter is drawn
-    trainer = Recording(DPOTrainer)(model().double(), None, settings, peft_config=adapter, **rows)
+    model = tiny_llama().double()
+    torch.manual_seed(0)  # the trainer draws the adapter's weights
+    trainer = recording(DPOTrainer)(
+        model,
+        None,
+        DPOConfig(**arguments, **options),
+        peft_config=adapter,
+        train_dataset=preferences(),
+        processing_class=make_tokenizer(),
+    )
     trainer.model.double()
     return trainer
 
 
-def falling(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """A reward: how often a token is below the one before."""
+def count_descents(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    """A reward of completions: how often a token is below the one before."""
     return [float(sum(a > b for a, b in zip(ids, ids[1:], strict=False))) for ids in completion_ids]
 
 
-def grpo(words: dict[str, Any], options: dict[str, Any]) -> Any:
-    return policy_trainer(GRPOTrainer, GRPOConfig, words, options)
+def grpo(arguments: Options, options: Options) -> Any:
+    return policy_trainer(GRPOTrainer, GRPOConfig, arguments, options)
 
 
-def rloo(words: dict[str, Any], options: dict[str, Any]) -> Any:
-    return policy_trainer(trl.RLOOTrainer, trl.RLOOConfig, words, options)
+def rloo(arguments: Options, options: Options) -> Any:
+    return policy_trainer(trl.RLOOTrainer, trl.RLOOConfig, arguments, options)
 
 
-def policy_trainer(kind: type, config: type, words: dict[str, Any], options: dict[str, Any]) -> Any:
+def policy_trainer(
+    trainer_class: type, config_class: type, arguments: Options, options: Options
+) -> Any:
     lengths = {"max_completion_length": 20}
-    lengths |= {} if HAS_FUSED_HEAD else {"max_prompt_length": 16}
-    settings = config(**words, **options, **lengths)
-    policy, folder, job = model().double(), f"{words['output_dir']}-policy", PartialState()
+    lengths |= {} if HAS_FUSED_HEAD else {"max_prompt_length": 16}  # TRL 1.16 has no such option
+    config = config_class(**arguments, **options, **lengths)  # it starts the job: before its state
+    policy, folder, job = tiny_llama().double(), f"{arguments['output_dir']}-policy", PartialState()
     if job.is_main_process:
         policy.save_pretrained(folder)  # TRL loads its reference from there
     job.wait_for_everyone()
     policy.config._name_or_path = folder
-    trainer = Recording(kind)(
+    trainer = recording(trainer_class)(
         policy,
-        falling,
-        settings,
+        count_descents,
+        config,
         train_dataset=preferences().remove_columns(["chosen", "rejected"]),
-        processing_class=tokenizer("left"),
+        processing_class=make_tokenizer("left"),
     )
     if trainer.ref_model is not None:
         trainer.ref_model.double()
     return trainer
 
 
-def reward(words: dict[str, Any], options: dict[str, Any]) -> Any:
-    settings = RewardConfig(**words, **options, max_length=64)
-    rows = preferences() if HAS_FUSED_HEAD else tokenized(preferences())
-    return Recording(RewardTrainer)(
-        scorer().double(), settings, train_dataset=rows, processing_class=tokenizer()
+def reward(arguments: Options, options: Options) -> Any:
+    return recording(RewardTrainer)(
+        reward_model().double(),
+        RewardConfig(**arguments, **options, max_length=64),
+        train_dataset=preferences() if HAS_FUSED_HEAD else tokenized(preferences()),
+        processing_class=make_tokenizer(),
     )
 
 
-def kto(words: dict[str, Any], options: dict[str, Any]) -> Any:
-    settings = trl.KTOConfig(**words, **options)
+def kto(arguments: Options, options: Options) -> Any:
     rows = [
-        {"prompt": one["prompt"], "completion": one[kind], "label": kind == "chosen"}
-        for one in preferences()
-        for kind in ("chosen", "rejected")
+        {"prompt": row["prompt"], "completion": row[answer], "label": answer == "chosen"}
+        for row in preferences()
+        for answer in ("chosen", "rejected")
     ]
-    return Recording(trl.KTOTrainer)(
-        model().double(),
-        reference(),
-        settings,
+    return recording(trl.KTOTrainer)(
+        tiny_llama().double(),
+        reference_model(),
+        trl.KTOConfig(**arguments, **options),
         train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=tokenizer(),
+        processing_class=make_tokenizer(),
     )
 
 
-KINDS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]]
-KINDS = {"dpo": dpo, "dpo_lora": dpo_lora, "grpo": grpo, "rloo": rloo, "kto": kto, "reward": reward}
+TRAINERS: dict[str, Callable[[Options, Options], Any]] = {
+    "dpo": dpo,
+    "dpo_lora": dpo_lora,
+    "grpo": grpo,
+    "rloo": rloo,
+    "kto": kto,
+    "reward": reward,
+}
 
 
-def Recording(kind: type) -> type:
-    """A trainer that keeps its losses, which the log rounds."""
+def recording(trainer_class: type) -> type:
+    """A subclass that keeps its losses as they are; the log rounds them."""
 
-    class Recorded(kind):  # type: ignore[misc]
+    class Recording(trainer_class):  # type: ignore[misc]
         losses: list[float]
 
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -173,11 +193,12 @@ def Recording(kind: type) -> type:
             self.losses = [*getattr(self, "losses", []), float(loss)]
             return loss
 
-    return Recorded
+    return Recording
 
 
 def train(case: dict[str, Any], folder: str) -> dict[str, Any]:
-    words = {
+    """Return the losses of the steps, and by how much each parameter changed."""
+    arguments = {
         "output_dir": folder,
         "per_device_train_batch_size": 2,
         "max_steps": STEPS,
@@ -192,21 +213,30 @@ def train(case: dict[str, Any], folder: str) -> dict[str, Any]:
         "use_cpu": True,
         "bf16": False,
     }
-    trainer = KINDS[case["kind"]](words, case["options"])
-    before = torch.cat([p.detach().flatten().clone() for p in trainer.model.parameters()])
-    connected = wf_accelerate.connect_trainer(trainer, case["words"]) if case["words"] else None
+    trainer = TRAINERS[case["trainer"]](arguments, case["options"])
+    initial = flat_parameters(trainer.model)
+    config = case["wallfacer"]
+    handle = wf_accelerate.connect_trainer(trainer, config) if config else None
     trainer.train()
-    moved = torch.cat([p.detach().flatten() for p in trainer.model.parameters()]) - before
-    evaluated = trainer.evaluate() if trainer.eval_dataset is not None else {}
+    evaluation = trainer.evaluate() if trainer.eval_dataset is not None else {}
     return {
         "losses": trainer.losses,
-        "moved": moved.tolist(),
-        "log": [
-            {k: v for k, v in one.items() if "time" not in k}
-            for one in trainer.state.log_history[:STEPS]
-        ],
-        "eval": {k: v for k, v in evaluated.items() if "runtime" not in k and "second" not in k},
-        "sent": connected.report() if connected else {},
+        "parameter_change": (flat_parameters(trainer.model) - initial).tolist(),
+        "metrics": [without_times(step) for step in trainer.state.log_history[:STEPS]],
+        "eval": without_times(evaluation),
+        "bytes_sent": handle.report() if handle else {},
+    }
+
+
+def flat_parameters(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def without_times(metrics: dict[str, float]) -> dict[str, float]:
+    return {
+        key: value
+        for key, value in metrics.items()
+        if not any(word in key for word in ("time", "second"))
     }
 
 

@@ -28,7 +28,8 @@ from transformers import (
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import wf_accelerate
-from tests.integrations.deepspeed_trainer import SEQLEN, VOCABULARY, Text, arguments, leave
+from tests.integrations.deepspeed_jobs import SEQLEN, VOCABULARY
+from tests.integrations.deepspeed_trainer import Samples, leave_job, training_arguments
 from wf_transformers.handle import Handle
 from wf_transformers.rng import RankRng
 from wf_transformers.whole_batches import hooks as whole_batches
@@ -37,7 +38,7 @@ Rows = dict[str, Tensor]
 EMPTY: dict[str, Any] = {}
 
 
-class Full(Text):
+class Full(Samples):
     """Samples without padding, and as many labels in each."""
 
     def __getitem__(self, index: int) -> Rows:
@@ -204,7 +205,7 @@ def told(
     GradientState._reset_state()
     words = {"sequence_parallel_size": 2, "route": "ring", "verify": verify}
     given = {} if zero is None else {"deepspeed": deepspeed_config(zero) | {"wallfacer": words}}
-    settings: TrainingArguments = arguments(str(folder / "trainer"), **more, **given)
+    settings: TrainingArguments = training_arguments(str(folder / "trainer"), **more, **given)
     settings.max_steps = 1
     settings.remove_unused_columns = False
     WHOLE.clear()
@@ -235,7 +236,7 @@ def main(folder: Path) -> None:
     found = [told(folder, *case) for case in cases]
     if AcceleratorState().is_main_process:
         (folder / "found.json").write_text(json.dumps(found))
-    leave()
+    leave_job()
 
 
 if __name__ == "__main__":

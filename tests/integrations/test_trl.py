@@ -1,4 +1,7 @@
-"""The real SFTTrainer of TRL, spread by wf_accelerate, trains as without. Needs transformers 5."""
+"""TRL's real SFTTrainer trains with WallFacer as without it, in jobs of four gloo ranks.
+
+Needs TRL 1.16, and so transformers 5: `make test-newest`.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +13,33 @@ REASON = "TRL with a fused LM head is not installed"
 pytest.importorskip("trl", minversion="1.16", reason=REASON, exc_type=ImportError)
 
 from tests.integrations.accelerate_jobs import Results  # noqa: E402
-from tests.integrations.trl_jobs import CONCENTRIC, trained  # noqa: E402
+from tests.integrations.trl_jobs import CONCENTRIC, run_trl  # noqa: E402
 
-PAIRS = {"sequence_parallel_size": 2}
+TWO_GROUPS = {"sequence_parallel_size": 2}
 CASES: dict[str, dict[str, Any]] = {
-    "sft": {"packed": False, "words": CONCENTRIC},
-    "sft_groups": {"packed": False, "words": PAIRS},
-    "packed": {"packed": True, "words": PAIRS},
+    "sft": {"packed": False, "wallfacer": CONCENTRIC},
+    "sft_groups": {"packed": False, "wallfacer": TWO_GROUPS},
+    "packed": {"packed": True, "wallfacer": TWO_GROUPS},
 }
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
-    """With us, and without."""
-    return trained("trl_worker", CASES, tmp_path_factory.mktemp("trl"))
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
+    """(with WallFacer, without it)."""
+    return run_trl("trl_worker", CASES, tmp_path_factory.mktemp("trl"))
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
-def test_it_trains_as_without_us(name: str, found: tuple[Results, Results]) -> None:
-    """Losses, gradient norms, entropies, accuracies, and the tokens that were counted."""
-    ours, plain = (results[name] for results in found)
-    assert len(ours["steps"]) == len(plain["steps"]) == 4 and ours["sent"]
-    both = ([*one["steps"], one["eval"]] for one in (ours, plain))
-    for one, its in zip(*both, strict=True):
-        assert set(one) == set(its)
-        for key in its:
-            assert one[key] == pytest.approx(its[key], rel=1e-4, abs=1e-4), key
+def test_sft_trains_and_evaluates_as_without_wallfacer(
+    name: str, results: tuple[Results, Results]
+) -> None:
+    """In losses, gradient norms, entropies, accuracies and numbers of tokens, logged as rounded."""
+    actual, expected = (result[name] for result in results)
+    assert len(actual["steps"]) == len(expected["steps"]) == 4
+    assert actual["bytes_sent"]
+    logs = ([*result["steps"], result["eval"]] for result in (actual, expected))
+    for metrics, expected_metrics in zip(*logs, strict=True):
+        assert set(metrics) == set(expected_metrics)
+        for key, value in expected_metrics.items():
+            assert metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-4), key

@@ -1,7 +1,7 @@
-"""What the tests of TRL's SFTTrainer run on every rank.
+"""One rank of a job of test_trl.py: TRL's SFTTrainer.
 
-python trl_worker.py FOLDER, with FOLDER/cases.json: a list of cases. A case has a "name", whether
-it is "packed", and the "words" of WallFacer, none for a job without us.
+python trl_worker.py FOLDER, with FOLDER/cases.json; rank 0 writes FOLDER/NAME.json. A case has a
+"name", whether it is "packed", and the configuration "wallfacer", null for a job without it.
 """
 
 import sys
@@ -13,33 +13,36 @@ from trl import SFTConfig, SFTTrainer
 
 import wf_accelerate
 from tests.integrations.accelerate_worker import run_cases
-from tests.integrations.deepspeed_trainer import Text, model
-from tests.integrations.trl_jobs import tokenizer
+from tests.integrations.deepspeed_jobs import SEQLEN, tiny_llama
+from tests.integrations.deepspeed_trainer import NUM_EVALUATED, Samples
+from tests.integrations.trl_jobs import number_tokenizer
 
 METRICS = ("loss", "grad_norm", "entropy", "num_tokens", "mean_token_accuracy")
-KEYS = (*METRICS, *(f"eval_{key}" for key in METRICS if key != "grad_norm"))
+EVAL_METRICS = [f"eval_{name}" for name in METRICS if name != "grad_norm"]
+STEPS = 4
 
 
-def texts(size: int, packed: bool) -> datasets.Dataset:
-    """Samples of `Text`, as long as they are; some labels are masked where they are not packed."""
-    rows = []
+def unpadded_samples(size: int, packed: bool) -> datasets.Dataset:
+    """`Samples` without padding; packed ones have no labels, so that all tokens are learnt."""
+    samples, rows = Samples(size), []
     for index in range(size):
-        sample = Text(size)[index]
-        valid = int(sample["attention_mask"].sum())
+        sample = samples[index]
+        length = int(sample["attention_mask"].sum())
         keys = ("input_ids",) if packed else ("input_ids", "labels")
-        rows.append({key: sample[key][:valid].tolist() for key in keys})
+        rows.append({key: sample[key][:length].tolist() for key in keys})
     return datasets.Dataset.from_list(rows)
 
 
 def train(case: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Training and an evaluation."""
-    packed = {"packing": True, "max_length": 88} if case["packed"] else {"max_length": None}
-    settings = SFTConfig(
+    """Train and evaluate; return the metrics of each step and of the evaluation."""
+    packed = case["packed"]
+    length = {"packing": True, "max_length": 2 * SEQLEN} if packed else {"max_length": None}
+    arguments = SFTConfig(
         output_dir=folder,
         per_device_train_batch_size=1,
         per_device_eval_batch_size=1,
         gradient_accumulation_steps=2,
-        max_steps=4,
+        max_steps=STEPS,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         logging_steps=1,
@@ -48,20 +51,26 @@ def train(case: dict[str, Any], folder: str) -> dict[str, Any]:
         disable_tqdm=True,
         use_cpu=True,
         bf16=False,
-        **packed,
+        **length,
     )
     trainer = SFTTrainer(
-        model(),
-        settings,
-        train_dataset=texts(64, case["packed"]),
-        eval_dataset=texts(7, case["packed"]),
-        processing_class=tokenizer(),
+        tiny_llama(),
+        arguments,
+        train_dataset=unpadded_samples(64, packed),
+        eval_dataset=unpadded_samples(NUM_EVALUATED, packed),
+        processing_class=number_tokenizer(),
     )
-    connected = wf_accelerate.connect_trainer(trainer, case["words"]) if case["words"] else None
+    config = case["wallfacer"]
+    handle = wf_accelerate.connect_trainer(trainer, config) if config else None
     trainer.train()
-    steps = [{key: one[key] for key in METRICS} for one in trainer.state.log_history[:4]]
-    evaluated = {key: value for key, value in trainer.evaluate().items() if key in KEYS}
-    return {"steps": steps, "eval": evaluated, "sent": connected.report() if connected else {}}
+    evaluation = trainer.evaluate()
+    return {
+        "steps": [
+            {key: step[key] for key in METRICS} for step in trainer.state.log_history[:STEPS]
+        ],
+        "eval": {key: value for key, value in evaluation.items() if key in EVAL_METRICS},
+        "bytes_sent": handle.report() if handle else {},
+    }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,118 @@
+"""`wf_accelerate.connect` and `connect_trainer`: what `remove()` restores, and what is refused.
+
+Without a job of several ranks; the trained results are compared in test_accelerate.py.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="accelerate is not installed", exc_type=ImportError)
+pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
+
+import accelerate.accelerator  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
+
+import wf_accelerate  # noqa: E402
+from tests.integrations.deepspeed_jobs import VOCABULARY, tiny_llama  # noqa: E402
+from tests.integrations.transformers_models import batch  # noqa: E402
+from wf_transformers import Handle  # noqa: E402
+
+
+def test_connect_gives_the_handle_of_the_model() -> None:
+    with wf_accelerate.connect(
+        tiny_llama(), Accelerator(cpu=True), {"sequence_parallel_size": 1}
+    ) as handle:
+        assert isinstance(handle, Handle) and handle.sp.size == 1
+        assert handle.checkpoint_kwargs and handle.report() == {}
+
+
+def test_remove_restores_the_model_and_the_accelerator() -> None:
+    accelerator, model = Accelerator(cpu=True), tiny_llama()
+    attributes, functions = dict(vars(accelerator)), dict(vars(accelerate.accelerator))
+    ids = batch()["input_ids"] % VOCABULARY
+    expected = model(ids, labels=ids).loss
+    with wf_accelerate.connect(model, accelerator, {"sequence_parallel_size": 1}):
+        assert model(ids, labels=ids).loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        added = set(vars(accelerator)) - set(attributes)
+        assert added == {"prepare_data_loader", "gather_for_metrics"}
+    assert vars(accelerator) == attributes and vars(accelerate.accelerator) == functions
+    assert not model._forward_pre_hooks and not model._forward_hooks
+
+
+def fake_accelerator(distributed_type: str = "MULTI_GPU", **attributes: Any) -> Any:
+    """The attributes of an Accelerator that `connect` checks first."""
+    defaults = {
+        "distributed_type": SimpleNamespace(value=distributed_type),
+        "_models": [],
+        "_dataloaders": [],
+        "num_processes": 1,
+    }
+    return SimpleNamespace(**defaults | attributes)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "config", "error", "message"),
+    [
+        (fake_accelerator("DEEPSPEED"), {}, NotImplementedError, "python -m wf_deepspeed"),
+        (fake_accelerator("MEGATRON_LM"), {}, NotImplementedError, "MEGATRON_LM"),
+        (fake_accelerator(_models=[1]), {}, ValueError, "before accelerator.prepare"),
+        (fake_accelerator(_dataloaders=[1]), {}, ValueError, "before accelerator.prepare"),
+        (
+            fake_accelerator(num_processes=4),
+            {},
+            ValueError,
+            "counts 4 processes, the job has 1 ranks",
+        ),
+        (fake_accelerator(), {"sequence_paralel_size": 2}, ValueError, "sequence_parallel_size"),
+        (fake_accelerator(), {"sequence_parallel_size": 2}, ValueError, "must divide the 1 ranks"),
+        (
+            fake_accelerator(parallelism_config=SimpleNamespace(non_data_parallel_size=2)),
+            {},
+            NotImplementedError,
+            "leave parallelism_config out",
+        ),
+    ],
+)
+def test_an_accelerator_or_config_that_cannot_be_used_is_refused(
+    accelerator: Any, config: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        wf_accelerate.connect(tiny_llama(), accelerator, config)
+
+
+def test_a_model_whose_forward_was_replaced_is_refused() -> None:
+    model = tiny_llama()
+    model.forward = lambda *_, **__: None
+    with pytest.raises(NotImplementedError, match="forward of this LlamaForCausalLM was replaced"):
+        wf_accelerate.connect(model, fake_accelerator(), {})
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"model_init": tiny_llama}, "give model="),
+        ({"args": SimpleNamespace(n_gpu=8)}, "--nproc-per-node 8"),
+        ({"model": None}, "no model"),
+    ],
+)
+def test_a_trainer_that_cannot_be_connected_is_refused(
+    attributes: dict[str, Any], message: str
+) -> None:
+    defaults = {"args": SimpleNamespace(n_gpu=1), "model": tiny_llama(), "model_init": None}
+    trainer: Any = SimpleNamespace(**defaults | attributes, accelerator=fake_accelerator())
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        wf_accelerate.connect_trainer(trainer, {})
+
+
+def test_batches_that_rank_0_dispatches_are_refused() -> None:
+    loader = torch.utils.data.DataLoader(list(range(4)))
+    accelerator = Accelerator(cpu=True)
+    accelerator.dataloader_config.dispatch_batches = True
+    with wf_accelerate.counted_by_group(accelerator, lambda: 2):
+        with pytest.raises(NotImplementedError, match="dispatch_batches=True"):
+            accelerator.prepare(loader)
