@@ -74,7 +74,7 @@ LONG: dict[str, str] = {
     "tests/planner/test_search.py": "best_of_all.*heads=6|better_links",
     "tests/planner/test_proxy.py": "beyond_what_is_counted",
     "tests/cost/test_exact_cost.py": r"those_of_the_programs\[[68]",
-    "tests/cli/test_plan.py": r"part_of_many_ranks|through_a_pipe|short_documents.*\[32|columns\[more2",
+    "tests/cli/test_plan.py": r"part_of_many_ranks|through_a_pipe|documents\[32|columns\[more2",
     "tests/cli/test_bench.py": "writes_a_trace",
     "tests/cli/test_chunk.py": "a_large_model_under_a_budget|longest_sequence_within",
     "tests/schedule/test_documents.py": r"are_cut\[64",

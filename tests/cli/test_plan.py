@@ -226,7 +226,7 @@ def test_a_ulysses_degree_restricts_all_plans(wallfacer_json) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["8", "32"])
-def test_short_documents_cost_a_part_of_one_long_document(wallfacer_json, ranks: str) -> None:
+def test_plan_prices_short_documents(wallfacer_json, ranks: str) -> None:
     cluster = ["--topology", "h100-8x400g", "--ranks", ranks, "--seqlen", "65536"]
     one = wallfacer_json("plan", *cluster)
     packed = wallfacer_json("plan", *cluster, "--documents", "1024", "--layout", "document_zigzag")
