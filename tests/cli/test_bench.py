@@ -18,9 +18,9 @@ from wf_backends.cluster import Timer
 from wf_backends.cluster.presets import load
 from wf_backends.cluster.topology import KernelRate, from_dict
 from wf_backends.comm import Communicator
+from wf_backends.planner.explanation import scheme
 from wf_backends.planner.plan import Request
 from wf_backends.planner.search import all_plans
-from wf_backends.planner.words import scheme
 
 
 def test_bench_measures_candidates_and_keeps_the_topology(wallfacer_json, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from wf_backends.cli.options import Model
 from wf_backends.cluster.measure_links import nearest_divisor
 from wf_backends.cluster.presets import load
 from wf_backends.cluster.topology import from_dict
+from wf_backends.planner.explanation import milliseconds
 from wf_backends.planner.plan import Request
 from wf_backends.planner.search import all_plans
-from wf_backends.planner.words import milliseconds
 
 
 def test_doctor_reports_that_the_core_works(wallfacer) -> None:

@@ -29,7 +29,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     sequence_parallel,
 )
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
-from wf_transformers import ModelWords  # noqa: E402
+from wf_transformers import ModelOptions  # noqa: E402
 
 DEEPSEEK = FAMILIES["deepseek_v3"]
 HEADS, HEAD_DIM = 4, MLA["qk_nope_head_dim"] + MLA["qk_rope_head_dim"]
@@ -99,7 +99,7 @@ def test_verify_passes(latents: int) -> None:
 
     def rank(comm: Any) -> Any:
         sp, model = sequence_parallel(comm), models[comm.rank]
-        words = ModelWords(latents=True)
+        words = ModelOptions(latents=True)
         make = words.attaching(model, lambda: wf_transformers.attach_model(model, sp))
         return wf_transformers.verify(model, sp, make, "strict")
 
@@ -119,15 +119,15 @@ def test_all_of_it_can_be_undone() -> None:
 def test_what_cannot_be_is_refused_by_name() -> None:
     sp = SequenceParallel(SequenceParallelConfig())
     with pytest.raises(ValueError, match='"latents" must be true or false, got 3'):
-        ModelWords.split({"latents": 3})
-    assert ModelWords.split({"latents": True})[1] == ModelWords(latents=True)
+        ModelOptions.split({"latents": 3})
+    assert ModelOptions.split({"latents": True})[1] == ModelOptions(latents=True)
     other: Any = build(FAMILIES["stablelm"])
     with pytest.raises(ValueError, match='"latents": true .* StableLmForCausalLM has none'):
         wf_transformers.attach(other, sp, latents=True)
     assert other.config._attn_implementation == "sdpa"
     model: Any = build(DEEPSEEK).float()
     with pytest.raises(ValueError, match='not beside "dsp"'):
-        ModelWords(latents=True).attaching(model, lambda: wf_transformers.Handle(sp))()
+        ModelOptions(latents=True).attaching(model, lambda: wf_transformers.Handle(sp))()
     up = model.model.layers[0].self_attn
     up.kv_b_proj = nn.Sequential(nn.Dropout(0.5), up.kv_b_proj)
     with (
