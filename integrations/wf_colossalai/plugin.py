@@ -145,7 +145,7 @@ def _check_keys(kwargs: dict[str, Any]) -> None:
         if name in REPLACED_ARGUMENTS:
             raise ValueError(f"{name}={value!r}: say it with {REPLACED_ARGUMENTS[name]}")
         if name not in known:
-            raise ValueError(f"unknown word {name!r}{key_hint(name, known)} Known: {known}")
+            raise ValueError(f"unknown argument {name!r}{key_hint(name, known)} Known: {known}")
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
