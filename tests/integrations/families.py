@@ -1,4 +1,4 @@
-"""Tiny random models of the table's families, on one device and on ranks as threads."""
+"""Tiny random models of the families that the table of wf_transformers knows."""
 
 from __future__ import annotations
 
@@ -13,28 +13,22 @@ import transformers as tf
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-import wf_transformers
-from tests.helpers import run_threads
+from tests.integrations.results import Result, with_token_loss
 from tests.integrations.transformers_models import (
     BERT_DROPOUT,
-    BUILDING,
+    BUILD_LOCK,
     GPT2,
     LLAMA,
     NO_DROPOUT,
     SEQLEN,
     SMALL,
     VOCAB,
-    assert_close,
-    gradients,
-    sequence_parallel,
 )
-from wf_backends.parallel.data import prepare_batch
-from wf_backends.parallel.loss import count_valid, token_loss
 
 ENCODER = {**SMALL, **BERT_DROPOUT, "num_attention_heads": 4, "max_position_embeddings": 64}
 GPT = {**GPT2, **NO_DROPOUT, "rotary_dim": 4}
 NEO = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
-NEO_KINDS = {"attention_types": [[["global", "local"], 1]], "window_size": 5, "vocab_size": VOCAB}
+NEO_WINDOWS = {"attention_types": [[["global", "local"], 1]], "window_size": 5, "vocab_size": VOCAB}
 UNDROPPED = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "resid_dropout": 0.0}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 OPT = {"word_embed_proj_dim": 32, "ffn_dim": 48, "dropout": 0.0}
@@ -68,17 +62,17 @@ BLOOM = {"hidden_size": 32, "n_head": 4, "n_layer": 2, "vocab_size": VOCAB, **FA
 
 @dataclass(frozen=True)
 class Family:
-    """A class of models, and its smallest config."""
+    """A class of transformers, and the sizes of a tiny model."""
 
     model: str
     config: str
-    words: Mapping[str, Any] = field(default_factory=dict)
-    masked: bool = False
-    """Whether labels stand where they are predicted."""
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    masked_lm: bool = False
+    """Whether a label belongs to its own token and not to the one before."""
     reference: str = "sdpa"
-    """What transformers implements all of it by."""
+    """The attention of transformers that computes all options of the config."""
     trains: bool = True
-    """False: its forward draws in training."""
+    """False: the forward draws random numbers in training, so the model is in evaluation mode."""
 
 
 FAMILIES = {
@@ -86,7 +80,9 @@ FAMILIES = {
     "gptj": Family("GPTJForCausalLM", "GPTJConfig", GPT),
     "codegen": Family("CodeGenForCausalLM", "CodeGenConfig", {**GPT, "n_head": 8, "n_embd": 64}),
     "gpt_neo": Family(
-        "GPTNeoForCausalLM", "GPTNeoConfig", {**NEO, **NEO_KINDS, **UNDROPPED, "embed_dropout": 0.0}
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {**NEO, **NEO_WINDOWS, **UNDROPPED, "embed_dropout": 0.0},
     ),
     "stablelm": Family("StableLmForCausalLM", "StableLmConfig", LLAMA),
     "nemotron": Family("NemotronForCausalLM", "NemotronConfig", LLAMA),
@@ -147,12 +143,12 @@ FAMILIES = {
         reference="eager",
     ),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", "DeepseekV3Config", {**LLAMA, **MLA}),
-    "bert": Family("BertForMaskedLM", "BertConfig", ENCODER, masked=True),
-    "roberta": Family("RobertaForMaskedLM", "RobertaConfig", ENCODER, masked=True),
-    "xlm_roberta": Family("XLMRobertaForMaskedLM", "XLMRobertaConfig", ENCODER, masked=True),
-    "camembert": Family("CamembertForMaskedLM", "CamembertConfig", ENCODER, masked=True),
+    "bert": Family("BertForMaskedLM", "BertConfig", ENCODER, masked_lm=True),
+    "roberta": Family("RobertaForMaskedLM", "RobertaConfig", ENCODER, masked_lm=True),
+    "xlm_roberta": Family("XLMRobertaForMaskedLM", "XLMRobertaConfig", ENCODER, masked_lm=True),
+    "camembert": Family("CamembertForMaskedLM", "CamembertConfig", ENCODER, masked_lm=True),
     "modernbert": Family(
-        "ModernBertForMaskedLM", "ModernBertConfig", {**ENCODER, **MODERN}, masked=True
+        "ModernBertForMaskedLM", "ModernBertConfig", {**ENCODER, **MODERN}, masked_lm=True
     ),
 }
 
@@ -175,85 +171,38 @@ class NoFloat32(TorchFunctionMode):
         return func(*args, **wide)
 
 
-def build(family: Family, implementation: str = "sdpa", **more: Any) -> nn.Module:
+def build(family: Family, implementation: str = "sdpa", **config_changes: Any) -> nn.Module:
     """A float64 model; random, the same every time."""
     if not hasattr(tf, family.model):
         pytest.skip(f"transformers {tf.__version__} has no {family.model}")
-    with BUILDING:
+    sizes = {**family.sizes, "initializer_range": 0.2, **config_changes}
+    with BUILD_LOCK:
         torch.manual_seed(1)
-        config = getattr(tf, family.config)(**{**family.words, "initializer_range": 0.2, **more})
-        make = getattr(tf, family.model)
-        config._experts_implementation = "eager"  # of transformers 5, whose others know no float64
-        config._attn_implementation = implementation if make._supports_sdpa else "eager"
-        model = make(config)
+        config = getattr(tf, family.config)(**sizes)
+        model_class = getattr(tf, family.model)
+        config._experts_implementation = "eager"  # the others of transformers 5 have no float64
+        config._attn_implementation = implementation if model_class._supports_sdpa else "eager"
+        model = model_class(config)
     return model.double().train(family.trains)
 
 
-def batch(size: int = 2, seqlen: int = SEQLEN) -> dict[str, Any]:
-    ids = torch.randint(5, VOCAB, (size, seqlen), generator=torch.Generator().manual_seed(3))
+def batch(batch_size: int = 2, seqlen: int = SEQLEN) -> dict[str, Any]:
+    """Random tokens, which are their own labels."""
+    drawing = torch.Generator().manual_seed(3)
+    ids = torch.randint(5, VOCAB, (batch_size, seqlen), generator=drawing)  # 0 to 4 are special
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def alone(family: Family, model: nn.Module, given: dict[str, Any]) -> tuple[Tensor, Tensor, Any]:
-    """(logits, loss, gradients) of the model as its users call it."""
-    whole = prepare_batch(given, multiple=1, labels_are_shifted=family.masked)
+def run_on_one_device(family: Family, model: nn.Module, inputs: dict[str, Any]) -> Result:
+    """The reference: the model with transformers' own attention."""
     with NoFloat32():
-        logits = model(**{k: v for k, v in given.items() if k != "labels"}).logits
-    loss = token_loss(logits, whole["labels"], count_valid(whole["labels"]))
-    loss.backward()
-    return logits.detach(), loss.detach(), gradients(model)
+        logits = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
+    return with_token_loss(model, logits, inputs, family.masked_lm)
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """A copy of an attached model, which nothing of the model itself reaches: that holds NaN."""
-    twin = copy.deepcopy(model)
+def copy_and_spoil(model: nn.Module) -> nn.Module:
+    """A deep copy of the model, whose own parameters become NaN: the copy must not use them."""
+    copied = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
-    return twin
-
-
-def on_ranks(
-    family: Family,
-    size: int,
-    given: dict[str, Any],
-    name: str = "sdpa",
-    twin: bool = False,
-    **more: Any,
-) -> Any:
-    """[(logits of all tokens, share of the loss, gradients)] by rank.
-
-    Args:
-        twin: whether a copy of the attached model is run.
-    """
-    models = [build(family, name, **more) for _ in range(size)]
-
-    def rank(comm: Any) -> tuple[Tensor, Tensor, Any]:
-        sp, model = sequence_parallel(comm), models[comm.rank]
-        with wf_transformers.attach(model, sp, verify=False), NoFloat32():
-            model = copied(model) if twin else model
-            local = sp.shard_batch(given, labels_are_shifted=family.masked)
-            logits = model(**wf_transformers.forward_kwargs(model, local)).logits
-            loss = sp.loss(logits, local["labels"])
-            loss.backward()
-            full = sp.unshard(logits.detach(), dim=1)
-        return full, loss.detach(), gradients(model)
-
-    return run_threads(size, rank)
-
-
-def assert_equal(
-    family: Family,
-    size: int,
-    given: dict[str, Any],
-    name: str = "sdpa",
-    twin: bool = False,
-    **more: Any,
-) -> None:
-    """Logits, loss and every gradient are those of one device to 1e-9."""
-    logits, loss, wanted = alone(family, build(family, family.reference, **more), given)
-    found = on_ranks(family, size, given, name, twin, **more)
-    for full, _, _ in found:
-        assert_close(full[:, : logits.shape[1]], logits, "logits")
-    assert_close(sum(share for _, share, _ in found), loss, "loss")
-    for parameter, gradient in wanted.items():
-        assert_close(sum(own[parameter] for _, _, own in found), gradient, parameter)
+    return copied

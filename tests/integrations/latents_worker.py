@@ -1,7 +1,7 @@
-"""A rank of a job of DeepSpeed whose JSON says "latents": one step of a DeepSeek-V3, verified.
+"""One training step of DeepSeek-V3 under DeepSpeed, with "latents": true in the JSON.
 
-python latents_worker.py FOLDER STAGE: the first rank writes the weights after the step, and the
-bytes that attention sent.
+python latents_worker.py FOLDER STAGE: the first rank writes the weights after the step and the
+bytes that its attention sent.
 """
 
 import sys
@@ -17,43 +17,50 @@ import wf_deepspeed
 import wf_transformers
 from tests.integrations.families import FAMILIES, batch, build
 
-RATE = 0.5
+LEARNING_RATE = 0.5
 
 
-def dense() -> Any:
-    """Without experts, which ZeRO 3 would gather on the ranks that have tokens for them only."""
+def build_without_experts() -> Any:
+    """ZeRO 3 would gather an expert's weights only on the ranks that have tokens for it."""
     return build(FAMILIES["deepseek_v3"], first_k_dense_replace=2).float()
+
+
+def json_config(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
+        "gradient_clipping": 1e9,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "wallfacer": {
+            "sequence_parallel_size": 2,
+            "route": {"name": "ring"},
+            "latents": True,
+            "verify": "strict",
+        },
+    }
 
 
 def main(folder: Path, stage: int) -> None:
     torch.set_num_threads(1)
     with wf_deepspeed.without_shared_memory_op():
         deepspeed.init_distributed("gloo")
-    model = dense()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        "gradient_clipping": 1e9,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "wallfacer": {"sequence_parallel_size": 2, "route": {"name": "ring"}, "latents": True},
-    }
-    config["wallfacer"] |= {"verify": "strict"}
+    model = build_without_experts()
     engine, *_ = wf_deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config
+        model=model, model_parameters=list(model.parameters()), config=json_config(stage)
     )
-    ours = engine.wallfacer
-    local = ours.shard_batch(batch())
-    ours.sp.report()
+    handle = engine.wallfacer
+    local = handle.shard_batch(batch())
+    handle.report()
     logits = engine(**wf_transformers.forward_kwargs(engine, local)).logits
-    engine.backward(ours.loss(logits, local["labels"]))
-    sent = {k: n for k, n in ours.sp.report().items() if k.startswith("forward")}
+    engine.backward(handle.loss(logits, local["labels"]))
+    sent = {k: n for k, n in handle.report().items() if k.startswith("forward")}
     engine.step()
     with GatheredParameters(list(model.parameters())):
-        weights = {key: p.detach().clone() for key, p in model.named_parameters()}
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     if dist.get_rank() == 0:
-        torch.save({"weights": weights, "sent": sent}, folder / "found.pt")
+        torch.save({"weights": weights, "sent": sent}, folder / "step.pt")
     dist.barrier()
     dist.destroy_process_group()
 

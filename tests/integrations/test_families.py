@@ -1,56 +1,79 @@
-"""Every family of the table gives on ranks what it gives on one device."""
+"""Each family of the table gives on ranks the loss and the gradients of one device.
+
+The reference is the same model with the attention of transformers, in float64.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
-from tests.integrations.families import FAMILIES, assert_equal, batch, build  # noqa: E402
-from tests.integrations.transformers_models import sequence_parallel  # noqa: E402
+from tests.integrations.families import (  # noqa: E402
+    FAMILIES,
+    Family,
+    NoFloat32,
+    batch,
+    build,
+    copy_and_spoil,
+    run_on_one_device,
+)
+from tests.integrations.results import Result, assert_shares_sum_to, run_on_shard  # noqa: E402
+from tests.integrations.transformers_models import gradients, sequence_parallel  # noqa: E402
 from wf_transformers import positions  # noqa: E402
 from wf_transformers.comparison.verify import Report  # noqa: E402
 from wf_transformers.families import table  # noqa: E402
 from wf_transformers.families.table import TABLE  # noqa: E402
 
 
+def assert_exact(
+    family: Family,
+    size: int,
+    implementation: str = "sdpa",
+    change_attached: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> None:
+    """A model built with `implementation`, attached on `size` ranks, and then changed."""
+    expected = run_on_one_device(family, build(family, family.reference), batch())
+    models = [build(family, implementation) for _ in range(size)]
+
+    def rank(comm: Any) -> Result:
+        sp, model = sequence_parallel(comm), models[comm.rank]
+        with wf_transformers.attach(model, sp, verify=False), NoFloat32():
+            local = sp.shard_batch(batch(), labels_are_shifted=family.masked_lm)
+            return run_on_shard(change_attached(model), sp, local)
+
+    assert_shares_sum_to(expected, run_threads(size, rank))
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_loss_and_gradients(name: str, size: int) -> None:
-    assert_equal(FAMILIES[name], size, batch())
+def test_loss_and_gradients_are_exact(name: str, size: int) -> None:
+    assert_exact(FAMILIES[name], size)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_copy_of_an_attached_model(name: str) -> None:
-    """As an average of weights over steps makes it: by its own parameters, on the same ranks."""
-    assert_equal(FAMILIES[name], 2, batch(), twin=True)
+def test_deep_copy_of_an_attached_model_is_exact(name: str) -> None:
+    """As `torch.optim.swa_utils.AveragedModel` copies a model that trains."""
+    assert_exact(FAMILIES[name], 2, change_attached=copy_and_spoil)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_verify_passes(name: str) -> None:
-    assert verified(name) is not None
+@pytest.mark.parametrize("name", ["opt", "stablelm", "bert", "roberta"])
+def test_a_model_built_with_eager_attention_is_exact(name: str) -> None:
+    assert_exact(FAMILIES[name], 2, "eager")
 
 
-def test_verify_finds_a_row_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPT-Neo without its windows, and RoBERTa whose positions are not its own."""
-    windowless = replace(TABLE["GPTNeoSelfAttention"], window=lambda _: None)
-    monkeypatch.setattr(table, "TABLE", {**TABLE, "GPTNeoSelfAttention": windowless})
-    monkeypatch.setattr(positions, "_add_padding_offset", lambda *_: None)
-    for name in ("gpt_neo", "roberta"):
-        with pytest.raises(NotImplementedError, match="does not give what it gives on one"):
-            verified(name)
-
-
-def verified(name: str) -> Report | None:
+def verify_on_two_ranks(name: str) -> Report | None:
     models = [build(FAMILIES[name], FAMILIES[name].reference).float() for _ in range(2)]
 
-    def rank(comm: Any) -> Any:
+    def rank(comm: Any) -> Report | None:
         sp, model = sequence_parallel(comm), models[comm.rank]
         return wf_transformers.verify(
             model, sp, lambda: wf_transformers.attach_model(model, sp), "strict"
@@ -59,55 +82,97 @@ def verified(name: str) -> Report | None:
     return run_threads(2, rank)[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
+@pytest.mark.parametrize("name", FAMILIES)
+def test_verify_passes(name: str) -> None:
+    assert verify_on_two_ranks(name) is not None
+
+
+DIFFERS = "does not give what it gives on one"
+
+
+def test_verify_finds_a_missing_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    windowless = replace(TABLE["GPTNeoSelfAttention"], window=lambda _: None)
+    monkeypatch.setattr(table, "TABLE", {**TABLE, "GPTNeoSelfAttention": windowless})
+    with pytest.raises(NotImplementedError, match=DIFFERS):
+        verify_on_two_ranks("gpt_neo")
+
+
+def test_verify_finds_wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RoBERTa counts positions from its padding token's id on."""
+    monkeypatch.setattr(positions, "_add_padding_offset", lambda *_: None)
+    with pytest.raises(NotImplementedError, match=DIFFERS):
+        verify_on_two_ranks("roberta")
+
+
+DROPOUTS = pytest.mark.parametrize(
+    ("name", "option"),
     [("opt", "attention_dropout"), ("gptj", "attn_pdrop"), ("mixtral", "attention_dropout")],
 )
-def test_attention_dropout_in_training(name: str, key: str) -> None:
-    """A recomputed layer drops the same weights, another step others, and evaluation none."""
-    family = FAMILIES[name]
+
+
+def train_with_dropout(size: int, name: str, option: str, steps: Callable[..., Any]) -> list[Any]:
+    """steps(backward, model, handle) on each rank; backward() returns fresh gradients."""
+    models = [build(FAMILIES[name], **{option: 0.5}) for _ in range(size)]
 
     def rank(comm: Any) -> Any:
-        sp, model = sequence_parallel(comm), build(family, **{key: 0.5})
+        sp, model = sequence_parallel(comm), models[comm.rank]
         with wf_transformers.attach(model, sp, verify=False) as handle:
-            words = wf_transformers.forward_kwargs(model, sp.shard_batch(batch()))
+            inputs = wf_transformers.forward_kwargs(model, sp.shard_batch(batch()))
 
-            def step() -> list[torch.Tensor]:
+            def backward() -> list[Tensor]:
                 model.zero_grad()
-                model(**words).logits.square().sum().backward()
-                return [p.grad for p in model.parameters() if p.grad is not None]
+                model(**inputs).logits.square().sum().backward()
+                return list(gradients(model).values())
 
-            if sp.size > 1:  # threads share torch's generator: what is drawn again differs
-                return step()
-            found = []
-            for recompute in (False, True):
-                torch.manual_seed(5)
-                if recompute:
-                    model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
-                found.append(step())
-            return *found, step(), sp.unshard(model.eval()(**words).logits.detach())
+            return steps(backward, model, handle)
 
-    plain, again, other, logits = run_threads(1, rank)[0]
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-    assert any(not torch.allclose(a, b) for a, b in zip(plain, other, strict=True))
-    whole = build(family)(batch()["input_ids"]).logits if family.trains else logits
-    torch.testing.assert_close(logits[:, :23], whole, atol=1e-6, rtol=1e-6)
-    assert all(torch.isfinite(p).all() for found in run_threads(2, rank) for p in found)
+    return run_threads(size, rank)
+
+
+@DROPOUTS
+def test_recomputed_layers_drop_the_same_attention_weights(name: str, option: str) -> None:
+    """On one rank: ranks as threads would draw from one generator in any order."""
+
+    def steps(backward: Any, model: Any, handle: Any) -> tuple[list[Tensor], ...]:
+        torch.manual_seed(5)
+        plain = backward()
+        torch.manual_seed(5)
+        model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
+        return plain, backward(), backward()
+
+    plain, recomputed, next_step = train_with_dropout(1, name, option, steps)[0]
+    assert all(map(torch.equal, plain, recomputed))
+    assert not all(map(torch.allclose, plain, next_step))
+
+
+@DROPOUTS
+def test_evaluation_drops_no_attention_weights(name: str, option: str) -> None:
+    family = FAMILIES[name]
+
+    def steps(_: Any, model: Any, handle: Any) -> Tensor:
+        local = handle.sp.shard_batch(batch())
+        logits = model.eval()(**wf_transformers.forward_kwargs(model, local)).logits
+        return handle.sp.unshard(logits.detach())
+
+    expected = build(family).eval()(batch()["input_ids"]).logits
+    logits = train_with_dropout(1, name, option, steps)[0]
+    torch.testing.assert_close(logits[:, : expected.shape[1]], expected, atol=1e-6, rtol=1e-6)
+
+
+@DROPOUTS
+def test_gradients_with_attention_dropout_are_finite_on_two_ranks(name: str, option: str) -> None:
+    grads = train_with_dropout(2, name, option, lambda backward, *_: backward())
+    assert all(torch.isfinite(grad).all() for rank_grads in grads for grad in rank_grads)
 
 
 @pytest.mark.parametrize("name", ["opt", "roberta", "gptj"])
-def test_all_of_it_can_be_undone(name: str) -> None:
+def test_remove_restores_the_model(name: str) -> None:
     model = build(FAMILIES[name])
-    logits = model(batch()["input_ids"]).logits
+    expected = model(batch()["input_ids"]).logits
 
     def rank(comm: Any) -> None:
         wf_transformers.attach_model(model, sequence_parallel(comm)).remove()
 
     run_threads(1, rank)
     assert all("wallfacer" not in vars(module) for module in model.modules())
-    assert torch.equal(model(batch()["input_ids"]).logits, logits)
-
-
-@pytest.mark.parametrize("name", ["opt", "stablelm", "bert", "roberta"])
-def test_any_implementation_that_it_was_built_with(name: str) -> None:
-    assert_equal(FAMILIES[name], 2, batch(), "eager")
+    assert torch.equal(model(batch()["input_ids"]).logits, expected)

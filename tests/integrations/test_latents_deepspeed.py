@@ -11,21 +11,29 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=I
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
-from tests.integrations.families import FAMILIES, MLA, alone, batch  # noqa: E402
-from tests.integrations.latents_worker import RATE, dense  # noqa: E402
+from tests.integrations.families import FAMILIES, MLA, batch, run_on_one_device  # noqa: E402
+from tests.integrations.latents_worker import (  # noqa: E402
+    LEARNING_RATE,
+    build_without_experts,
+)
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_one_step(stage: int, tmp_path: Path) -> None:
-    run_ranks([str(Path(__file__).with_name("latents_worker.py")), str(tmp_path), str(stage)], 2)
-    found = torch.load(tmp_path / "found.pt")
-    model = dense().double()
-    *_, gradients = alone(FAMILIES["deepseek_v3"], model, batch())
-    for name, before in dense().named_parameters():
-        step, wanted = before - found["weights"][name], RATE * gradients[name]
-        assert (step - wanted).abs().max() < 1e-5 * max(1.0, float(wanted.abs().max())), name
+def test_one_step_is_exact_and_sends_latents(stage: int, tmp_path: Path) -> None:
+    """1e-5: the ranks compute in float32, the reference in float64."""
+    worker = Path(__file__).with_name("latents_worker.py")
+    run_ranks([str(worker), str(tmp_path), str(stage)], 2)
+    step = torch.load(tmp_path / "step.pt")
+
+    model = build_without_experts()
+    expected = run_on_one_device(FAMILIES["deepseek_v3"], build_without_experts().double(), batch())
+    for name, before in model.named_parameters():
+        update, grad = before - step["weights"][name], LEARNING_RATE * expected.grads[name]
+        assert (update - grad).abs().max() < 1e-5 * max(1.0, float(grad.abs().max())), name
+
+    layers, batch_size, itemsize = 2, 2, 4
+    rows = 6  # of the first rank's 12 (zigzag), those that the second one sees
     width = MLA["kv_lora_rank"] + MLA["qk_rope_head_dim"]
-    rows = 6  # of the first rank's 12 (zigzag), those that the other sees
-    assert sum(found["sent"].values()) == 2 * 2 * rows * width * 4  # layers, batch, ..., float32
+    assert sum(step["sent"].values()) == layers * batch_size * rows * width * itemsize

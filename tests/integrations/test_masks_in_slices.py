@@ -1,8 +1,12 @@
-"""A model under a mask in slices gives on ranks what it gives on one device under a dense mask."""
+"""A model under a mask in slices is exact on ranks.
+
+The reference is the same model on one device under the dense mask of the slices, in float64.
+"""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -21,17 +25,22 @@ from tests.integrations.families import (  # noqa: E402
     SEQLEN,
     Family,
     NoFloat32,
-    assert_close,
     batch,
     build,
-    gradients,
+)
+from tests.integrations.results import (  # noqa: E402
+    Result,
+    assert_means_are,
+    assert_shares_sum_to,
+    run_on_shard,
+    run_whole_batch,
+    with_token_loss,
 )
 from tests.integrations.transformers_models import sequence_parallel  # noqa: E402
 from tests.slices import prefix_lm, sees, shared_question  # noqa: E402
-from wf_backends.parallel import count_valid, prepare_batch, token_loss  # noqa: E402
 from wf_transformers import WholeBatchHooks  # noqa: E402
+from wf_transformers.whole_batches.arguments import with_slices  # noqa: E402
 
-Words = dict[str, Any]
 MASKS = {
     "prefix_lm": prefix_lm(7, SEQLEN),
     "shared_question": shared_question(5, (9, 14, SEQLEN)),
@@ -41,30 +50,31 @@ MODELS = {"llama": Family("LlamaForCausalLM", "LlamaConfig", LLAMA)} | {
 }
 
 
-def dense(slices: Words, family: Family) -> Tensor:
-    """As the model takes it: (b, 1, S, S), 0 where a key is seen; BERT (b, S, S), 1 there, or in
-    transformers 5 (b, 1, S, S), True there."""
+def dense_mask(slices: dict[str, Any], family: Family) -> Tensor:
+    """The slices as the family takes a mask.
+
+    Causal models: (b, 1, S, S), 0 where a key is seen. BERT: (b, S, S), 1 where a key is seen; in
+    transformers 5 (b, 1, S, S), True there.
+    """
     pairs = [[sees(slices, query, key) for key in range(SEQLEN)] for query in range(SEQLEN)]
     seen = torch.tensor(pairs).expand(2, -1, -1)
-    if family.masked:
+    if family.masked_lm:
         return seen.long() if tf.__version__ < "5" else seen[:, None]
     return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -1e30)[:, None]
 
 
-def alone(
-    name: str, given: Words, mask: Tensor, mode: Any = nullcontext
-) -> tuple[Tensor, Tensor, Any]:
-    family = MODELS[name]
-    model = build(family)
-    whole = prepare_batch(given, multiple=1, labels_are_shifted=family.masked)
-    with mode():
-        logits = model(given["input_ids"], attention_mask=mask).logits
-    loss = token_loss(logits, whole["labels"], count_valid(whole["labels"]))
-    loss.backward()
-    return logits.detach(), loss.detach(), gradients(model)
+def run_under_dense_mask(
+    family: Family,
+    slices: dict[str, Any],
+    float64: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Result:
+    model, inputs = build(family), batch()
+    with float64():
+        logits = model(inputs["input_ids"], attention_mask=dense_mask(slices, family)).logits
+    return with_token_loss(model, logits, inputs, family.masked_lm)
 
 
-CUTS = [
+SETUPS = [
     (name, size, layout, False)
     for name in ("llama", "stablelm", "gptj", "bert")
     for size, layout in ((2, "zigzag"), (4, "balanced"))
@@ -72,98 +82,81 @@ CUTS = [
 RECOMPUTED = [(name, 2, "zigzag", True) for name in ("llama", "stablelm", "bert")]
 
 
-@pytest.mark.parametrize(("name", "size", "layout", "recompute"), CUTS + RECOMPUTED)
+@pytest.mark.parametrize(("name", "size", "layout", "recompute"), SETUPS + RECOMPUTED)
 @pytest.mark.parametrize("mask", MASKS)
-def test_batches_that_are_cut(
+def test_sharded_batches_are_exact(
     name: str, size: int, layout: str, recompute: bool, mask: str
 ) -> None:
-    given, slices, family = batch(), MASKS[mask], MODELS[name]
-    mode: Any = nullcontext if recompute else NoFloat32  # of which the backward knows nothing
-    logits, loss, wanted = alone(name, given, dense(slices, family), mode)
+    slices, family = MASKS[mask], MODELS[name]
+    # NoFloat32 does not act in a backward: a recomputed forward would differ from the first
+    float64: Any = nullcontext if recompute else NoFloat32
+    expected = run_under_dense_mask(family, slices, float64)
     models = [build(family) for _ in range(size)]
 
-    def rank(comm: Any) -> tuple[Tensor, Tensor, Any]:
-        sp, model = sequence_parallel(comm, layout=layout), models[comm.rank]
-        with wf_transformers.attach(model, sp, verify=False) as handle, mode():
+    def rank(comm: Any) -> Result:
+        sp, model = sequence_parallel(comm, layout), models[comm.rank]
+        with wf_transformers.attach(model, sp, verify=False) as handle, float64():
             if recompute:
                 model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
-            local = sp.shard_batch(given | slices, labels_are_shifted=family.masked)
-            found = model(**wf_transformers.forward_kwargs(model, local)).logits
-            share = sp.loss(found, local["labels"])
-            share.backward()
-            full = sp.unshard(found.detach(), dim=1, **slices)
-        return full, share.detach(), gradients(model)
+            local = sp.shard_batch(batch() | slices, labels_are_shifted=family.masked_lm)
+            return run_on_shard(model, sp, local, **slices)
 
-    found = run_threads(size, rank)
-    for full, _, _ in found:
-        assert_close(full[:, :SEQLEN], logits, "logits")
-    assert_close(sum(share for _, share, _ in found), loss, "loss")
-    for parameter, gradient in wanted.items():
-        assert_close(sum(own[parameter] for _, _, own in found), gradient, parameter)
+    assert_shares_sum_to(expected, run_threads(size, rank))
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "balanced"])
-@pytest.mark.parametrize("told", ["slices", "dense"])
+@pytest.mark.parametrize("given_as", ["slices", "dense"])
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_whole_batches(name: str, told: str, layout: str) -> None:
-    """As a collator makes them: slices, or a dense mask, which is read into slices."""
-    given, slices = batch(), MASKS["prefix_lm"]
-    logits, loss, wanted = alone(name, given, dense(slices, MODELS[name]))
-    mask = slices if told == "slices" else {"attention_mask": dense(slices, MODELS[name])}
-    models = [build(MODELS[name]) for _ in range(2)]
+def test_whole_batches_are_exact(name: str, given_as: str, layout: str) -> None:
+    """As collators make them: with slices, or with a dense mask, which is read into slices."""
+    slices, family = MASKS["prefix_lm"], MODELS[name]
+    dense = {"attention_mask": dense_mask(slices, family)}
+    inputs = batch() | (slices if given_as == "slices" else dense)
+    models = [build(family) for _ in range(2)]
 
-    def rank(comm: Any) -> tuple[Tensor, Tensor, Any]:
-        sp, model = sequence_parallel(comm, layout=layout), models[comm.rank]
+    def rank(comm: Any) -> Result:
+        sp, model = sequence_parallel(comm, layout), models[comm.rank]
         WholeBatchHooks(model, wf_transformers.attach(model, sp, verify=False), whole_logits=True)
-        output = model(**given, **mask)
-        output.loss.backward()
-        return output.logits.detach(), output.loss.detach(), gradients(model)
+        return run_whole_batch(model, inputs)
 
-    found = run_threads(2, rank)
-    for full, share, _ in found:
-        assert_close(full, logits, "logits")
-        assert_close(share, loss, "loss")
-    for parameter, gradient in wanted.items():
-        assert_close(sum(own[parameter] for _, _, own in found) / 2, gradient, parameter)
+    assert_means_are(run_under_dense_mask(family, slices), run_threads(2, rank))
 
 
-def test_a_models_own_mask_needs_no_slices() -> None:
-    causal = torch.zeros(SEQLEN, SEQLEN, dtype=torch.float64).masked_fill(
-        torch.ones(SEQLEN, SEQLEN).triu(1) != 0, -1e30
-    )
-    given = {"attention_mask": causal[None, None], "input_ids": batch()["input_ids"]}
-    from wf_transformers.whole_batches.arguments import with_slices
+@pytest.mark.parametrize(("head", "mask_types"), [("causal", None), ("masked", ["causal"])])
+def test_a_dense_causal_mask_is_slices_only_where_it_is_not_the_models_own(
+    head: Any, mask_types: list[str] | None
+) -> None:
+    above_diagonal = torch.ones(SEQLEN, SEQLEN).triu(1) != 0
+    causal = torch.zeros(SEQLEN, SEQLEN, dtype=torch.float64).masked_fill(above_diagonal, -1e30)
+    inputs = {"attention_mask": causal[None, None], "input_ids": batch()["input_ids"]}
+    assert with_slices(inputs, head).get("attn_mask_types") == mask_types
 
-    assert "q_ranges" not in with_slices(given, "causal")
-    assert with_slices(given, "masked")["attn_mask_types"] == ["causal"]
 
-
-def refused(name: str, error: type[Exception], message: str, **more: Any) -> None:
-    models = [build(MODELS[name], **more) for _ in range(2)]
+def test_windows_beside_slices_are_refused() -> None:
+    models = [build(MODELS["gemma2"]) for _ in range(2)]
+    message = "has a sliding window .* take a model without windows"
 
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm), models[comm.rank]
         with wf_transformers.attach(model, sp, verify=False):
             local = sp.shard_batch(batch() | MASKS["prefix_lm"])
-            with pytest.raises(error, match=message):
+            with pytest.raises(NotImplementedError, match=message):
                 model(**wf_transformers.forward_kwargs(model, local))
 
     run_threads(2, rank)
 
 
-def test_a_layout_by_slices_is_not_compared_before(caplog: pytest.LogCaptureFixture) -> None:
-    """What a model does with slices is known with its first batch alone."""
+def test_attach_does_not_verify_a_layout_that_follows_from_slices(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The slices come with the first batch."""
     models = [build(MODELS["llama"]) for _ in range(2)]
 
     def rank(comm: Any) -> None:
-        sp = sequence_parallel(comm, layout="balanced")
-        with wf_transformers.attach(models[comm.rank], sp):
+        sp, model = sequence_parallel(comm, "balanced"), models[comm.rank]
+        with wf_transformers.attach(model, sp):
             local = sp.shard_batch(batch() | MASKS["prefix_lm"])
-            models[comm.rank](**wf_transformers.forward_kwargs(models[comm.rank], local))
+            model(**wf_transformers.forward_kwargs(model, local))
 
     run_threads(2, rank)
     assert "the balanced layout follows from the slices of a mask" in caplog.text
-
-
-def test_windows_are_refused_beside_them() -> None:
-    refused("gemma2", NotImplementedError, "has a sliding window .* take a model without windows")

@@ -1,4 +1,4 @@
-"""Each rank has its part of the gradient of the sinks: DDP and ZeRO add the parts up."""
+"""Each rank computes a part of the sinks' gradient; DDP and ZeRO sum the parts exactly."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from tests.integrations.deepspeed_jobs import python  # noqa: E402
 
 pytestmark = pytest.mark.processes
 
-HEADS, HEAD_DIM, SEQLEN = 4, 8, 24
-WORDS: tuple[dict[str, Any], ...] = (
-    {"route": "ring"},
-    {"route": "ring", "ulysses_degree": 2, "ulysses_chunks": 2},
-)
+NUM_HEADS, HEAD_DIM, SEQLEN = 4, 8, 24
+WIDTH = NUM_HEADS * HEAD_DIM
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ring": {"route": "ring"},
+    "ulysses": {"route": "ring", "ulysses_degree": 2, "ulysses_chunks": 2},
+}
+STAGES = (1, 2, 3)
 
 
 class Layer(nn.Module):
@@ -34,55 +36,72 @@ class Layer(nn.Module):
     def __init__(self, sp: SequenceParallel) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.sp, width = sp, HEADS * HEAD_DIM
-        self.qkv, self.sinks = nn.Linear(width, 3 * width), nn.Parameter(torch.randn(HEADS))
+        self.sp = sp
+        self.qkv, self.sinks = nn.Linear(WIDTH, 3 * WIDTH), nn.Parameter(torch.randn(NUM_HEADS))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(2)
+        q, k, v = self.qkv(x).unflatten(-1, (3, NUM_HEADS, HEAD_DIM)).unbind(2)
         return self.sp.attention(q, k, v, causal=True, sinks=self.sinks).square().sum()
 
 
-def whole_x() -> Tensor:
-    return torch.randn(1, SEQLEN, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(1))
+def all_rows() -> Tensor:
+    return torch.randn(1, SEQLEN, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def gradients(comm: Communicator) -> dict[str, list[Tensor]]:
-    """Of the sinks and the weights, by engine."""
+def loss(model: Any, sp: SequenceParallel) -> Tensor:
+    """The sum over all ranks' rows; times the ranks, by which engines divide the gradients."""
+    return model(sp.shard(all_rows())) * sp.size
+
+
+def ddp_gradients(sp: SequenceParallel) -> list[Tensor]:
+    layer = DistributedDataParallel(Layer(sp))
+    loss(layer, sp).backward()
+    return [p.grad for p in layer.parameters() if p.grad is not None]
+
+
+def zero_gradients(sp: SequenceParallel, stage: int) -> list[Tensor]:
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
     import wf_deepspeed
 
+    layer = Layer(sp)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    with wf_deepspeed.without_shared_memory_op():
+        deepspeed.init_distributed("gloo")
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        engine, *_ = deepspeed.initialize(model=layer, optimizer=optimizer, config=config)
+        engine.backward(loss(engine, sp))
+        grads = [safe_get_full_grad(p).clone() for p in layer.parameters()]
+    engine.destroy()
+    return grads
+
+
+def gradients_by_engine(comm: Communicator) -> dict[str, list[Tensor]]:
+    """Gradients of the sinks and of the projection."""
     os.environ["LOCAL_RANK"] = str(comm.rank)  # DeepSpeed asks for a launcher's
-    found: dict[str, list[Tensor]] = {}
-    for at, words in enumerate(WORDS):
-        config = SequenceParallelConfig.from_dict({"sequence_parallel_size": comm.size, **words})
+    gradients = {}
+    for name, options in OPTIONS.items():
+        config = SequenceParallelConfig.from_dict({"sequence_parallel_size": comm.size, **options})
         sp = SequenceParallel(config, dist.new_group())
-        layer = DistributedDataParallel(Layer(sp))
-        (layer(sp.shard(whole_x())) * sp.size).backward()
-        found[f"ddp {at}"] = [p.grad for p in layer.parameters() if p.grad is not None]
-        for stage in (1, 2, 3):
-            settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
-            model = Layer(sp)
-            with wf_deepspeed.without_shared_memory_op():
-                deepspeed.init_distributed("gloo")
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                settings |= {"zero_allow_untested_optimizer": True}
-                engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-                engine.backward(engine(sp.shard(whole_x())) * sp.size)
-                grads = [safe_get_full_grad(p) for p in model.parameters()]
-            found[f"zero {stage} {at}"] = [grad.clone() for grad in grads]
-            engine.destroy()
-    return found
+        gradients[f"ddp, {name}"] = ddp_gradients(sp)
+        for stage in STAGES:
+            gradients[f"zero {stage}, {name}"] = zero_gradients(sp, stage)
+    return gradients
 
 
-def test_the_gradient_of_the_sinks_is_that_of_one_process():
-    alone = Layer(SequenceParallel(SequenceParallelConfig(), World(1).comm(0)))
-    alone(whole_x()).backward()
-    right = [p.grad for p in alone.parameters()]
-    for found in run_processes(2, gradients, timeout=240, start=python()):
-        assert len(found) == 8
-        for engine, grads in found.items():
-            for got, want in zip(grads, right, strict=True):
-                assert want is not None and got.shape == want.shape
-                assert (got - want).norm() < 1e-5 * want.norm(), engine
+def test_ddp_and_zero_sum_the_gradient_of_the_sinks() -> None:
+    """One job for all engines, each of which would start ranks for seconds. In float32."""
+    layer = Layer(SequenceParallel(SequenceParallelConfig(), World(1).comm(0)))
+    layer(all_rows()).backward()
+    expected = [p.grad for p in layer.parameters()]
+    for gradients in run_processes(2, gradients_by_engine, timeout=240, start=python()):
+        assert len(gradients) == len(OPTIONS) * (1 + len(STAGES))
+        for engine, grads in gradients.items():
+            for actual, reference in zip(grads, expected, strict=True):
+                assert reference is not None and actual.shape == reference.shape
+                assert (actual - reference).norm() < 1e-5 * reference.norm(), engine

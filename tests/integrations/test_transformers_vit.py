@@ -1,4 +1,8 @@
-"""A ViT whose patches are sharded after they were embedded."""
+"""Vision models: the patches of a ViT are sharded after they are embedded, exactly.
+
+Other models whose rows are patches, frames or states are refused unless `shard_between` says where
+their sequence begins and ends.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("transformers")
 
@@ -15,23 +20,23 @@ from transformers import ViTConfig, ViTForImageClassification  # noqa: E402
 
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
+from tests.integrations.results import Result, assert_means_are, run_backward  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
     BERT_DROPOUT,
-    BUILDING,
+    BUILD_LOCK,
     assert_close,
-    call,
-    gradients,
+    run_registered,
     sequence_parallel,
 )
 
-CONFIG = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "image_size": 8}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "image_size": 8}
 PATCHES = {"num_attention_heads": 4, "patch_size": 2, "num_channels": 1, "num_labels": 5}
 
 
 def build(implementation: str, state: Any = None) -> Any:
-    with BUILDING:
+    with BUILD_LOCK:
         torch.manual_seed(1)
-        config = ViTConfig(**CONFIG, **PATCHES, **BERT_DROPOUT, initializer_range=0.2)
+        config = ViTConfig(**SIZES, **PATCHES, **BERT_DROPOUT, initializer_range=0.2)
         config._attn_implementation = implementation
         model = ViTForImageClassification(config).double().train()
     if state is not None:
@@ -39,66 +44,70 @@ def build(implementation: str, state: Any = None) -> Any:
     return model
 
 
-def images() -> torch.Tensor:
+def images() -> Tensor:
     generator = torch.Generator().manual_seed(2)
     return torch.randn(3, 1, 8, 8, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_vit(size: int, checkpoint: bool) -> None:
-    """17 tokens, so that 2 and 4 ranks need padding; gradients are averaged over the ranks."""
-    reference = build("sdpa")
-    logits = reference(images()).logits
-    logits.logsumexp(dim=-1).sum().backward()
+def run_on_images(model: Any) -> Result:
+    logits = model(images()).logits
+    return run_backward(model, logits, logits.logsumexp(dim=-1).sum())
 
-    def rank(sp: Any, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_vit_is_exact(size: int, recompute: bool) -> None:
+    """Its 17 rows are padded on 2 and 4 ranks; all ranks have the logits and the loss."""
+    reference = build("sdpa")
+    expected = run_on_images(reference)
+
+    def rank(sp: Any, name: str) -> Result:
         model = build(name, reference.state_dict())
         application = wf_transformers.apply(model, sp)
-        if checkpoint:
-            words = application.checkpoint_kwargs
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=words)
-        out = model(images()).logits
-        out.logsumexp(dim=-1).sum().backward()
-        return out.detach(), gradients(model)
+        if recompute:
+            model.gradient_checkpointing_enable(application.checkpoint_kwargs)
+        return run_on_images(model)
 
-    results = call(size, rank)
-    wanted = gradients(reference)
-    for out, grads in results:
-        assert_close(out, logits, "logits")
-        assert grads.keys() == wanted.keys()
-    for name, grad in wanted.items():
-        assert_close(sum(grads[name] for _, grads in results) / size, grad, name)
+    assert_means_are(expected, run_registered(size, rank))
 
 
-def test_undone_it_is_a_vit_again() -> None:
-    reference = build("sdpa")
-
-    def rank(sp: Any, name: str) -> torch.Tensor:
-        model = build(name, reference.state_dict())
+def test_remove_stops_sharding_the_patches() -> None:
+    def rank(sp: Any, name: str) -> Tensor:
+        model = build(name)
         wf_transformers.apply(model, sp).remove()
         return model.vit.embeddings(images())
 
-    assert all(out.shape == (3, 17, 32) for out in call(2, rank))
+    assert [x.shape for x in run_registered(2, rank)] == [(3, 17, 32)] * 2
+
+
+def test_ranks_with_different_images_are_refused() -> None:
+    def rank(comm: Any) -> None:
+        model = build("sdpa")
+        wf_transformers.attach_model(model, sequence_parallel(comm))
+        with pytest.raises(ValueError, match="pixel_values") as error:
+            model(images() + comm.rank)
+        assert "read the same samples" in error.value.__notes__[0]
+
+    run_threads(2, rank)
 
 
 WIDTH = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, **BERT_DROPOUT}
 SMALL = WIDTH | {"intermediate_size": 48, "image_size": 8, "patch_size": 4, "num_channels": 3}
 VIDEO = SMALL | {"num_frames": 4, "use_mean_pooling": False}
-DECODER = {
+MAE_DECODER = {
     "decoder_hidden_size": 16,
     "decoder_num_attention_heads": 2,
     "decoder_num_hidden_layers": 1,
 }
 SOUND = WIDTH | {"intermediate_size": 48, "max_length": 32, "num_mel_bins": 32}
-SIZES = {"n_layer": 1, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-CLIPS: dict[str, Any] = {"vision_config": SMALL, "text_config": SMALL | {"vocab_size": 9}}
+GPT2 = {"n_layer": 1, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+SIGLIP: dict[str, Any] = {"vision_config": SMALL, "text_config": SMALL | {"vocab_size": 9}}
 PIXELS = {"pixel_values": torch.ones(1, 3, 8, 8)}
-OTHERS = {
+UNSHARDED = {
     "dinov2": (tf.Dinov2Model, tf.Dinov2Config(**SMALL), PIXELS),
     "deit": (tf.DeiTModel, tf.DeiTConfig(**SMALL), PIXELS),
     "siglip": (tf.SiglipVisionModel, tf.SiglipVisionConfig(**SMALL), PIXELS),
-    "vit_mae": (tf.ViTMAEForPreTraining, tf.ViTMAEConfig(**SMALL, **DECODER), PIXELS),
+    "vit_mae": (tf.ViTMAEForPreTraining, tf.ViTMAEConfig(**SMALL, **MAE_DECODER), PIXELS),
     "ast": (tf.ASTModel, tf.ASTConfig(**SOUND), {"input_values": torch.ones(1, 32, 32)}),
     "video_mae": (
         tf.VideoMAEModel,
@@ -112,7 +121,7 @@ OTHERS = {
     ),
     "decision": (
         tf.DecisionTransformerModel,
-        tf.DecisionTransformerConfig(**SIZES, hidden_size=32, state_dim=3, act_dim=2),
+        tf.DecisionTransformerConfig(**GPT2, hidden_size=32, state_dim=3, act_dim=2),
         {
             "states": torch.ones(1, 4, 3),
             "actions": torch.ones(1, 4, 2),
@@ -121,76 +130,62 @@ OTHERS = {
             "attention_mask": torch.ones(1, 4),
         },
     ),
-    "clip": (
+    "siglip_with_text": (
         tf.SiglipModel,
-        tf.SiglipConfig(**CLIPS),
+        tf.SiglipConfig(**SIGLIP),
         PIXELS | {"input_ids": torch.ones(1, 4).long(), "position_ids": torch.arange(4)[None]},
     ),
 }
 
 
-@pytest.mark.parametrize("family", OTHERS)
-def test_what_is_not_cut_is_not_attended_to(family: str) -> None:
-    """Every rank would attend to the images of all, as if they were one long image."""
-    make, config, given = OTHERS[family]
+@pytest.mark.parametrize("family", UNSHARDED)
+def test_a_model_whose_rows_are_not_sharded_is_refused(family: str) -> None:
+    """Else attention would take the ranks' copies of the same rows for one long sequence."""
+    model_class, config, inputs = UNSHARDED[family]
 
     def rank(comm: Any) -> None:
-        with BUILDING:
+        with BUILD_LOCK:
             torch.manual_seed(comm.rank)
-            model = make(deepcopy(config))  # where its attention's name stands
+            model = model_class(deepcopy(config))  # which attach writes the attention's name into
         with pytest.raises(NotImplementedError, match="shard_between|no layer of|may mix tokens"):
-            with BUILDING:  # two ranks of one process look for a free name
-                wf_transformers.attach_model(model, sequence_parallel(comm))
-            model(**given)
+            wf_transformers.attach_model(model, sequence_parallel(comm))
+            model(**inputs)
 
     run_threads(2, rank)
 
 
-def test_as_many_patches_as_tokens_of_a_rank() -> None:
-    """Attention would take the patches for its rank's tokens, of which there are as many."""
+def test_as_many_patches_as_tokens_of_a_rank_are_refused() -> None:
+    """The number of rows alone would not tell the patches from the rank's tokens."""
     vision = SMALL | {"vision_use_head": False}  # its head has torch's attention, which is refused
-    _, _, given = OTHERS["clip"]
+    _, _, inputs = UNSHARDED["siglip_with_text"]
 
     def rank(sp: Any, name: str) -> None:
-        config = tf.SiglipConfig(**CLIPS | {"vision_config": vision}, attn_implementation=name)
-        with BUILDING:
+        config = tf.SiglipConfig(**SIGLIP | {"vision_config": vision}, attn_implementation=name)
+        with BUILD_LOCK:
             model = tf.SiglipModel(config)
         with pytest.raises(NotImplementedError, match="pixel_values beside tokens.*shard_between"):
             wf_transformers.apply(model, sp)
-            model(**given)
+            model(**inputs)
 
-    call(2, rank)
-
-
-def test_ranks_with_other_images_are_told() -> None:
-    def rank(comm: Any) -> None:
-        model = build("sdpa")
-        with BUILDING:
-            wf_transformers.attach_model(model, sequence_parallel(comm))
-        with pytest.raises(ValueError, match="pixel_values") as found:
-            model(images() + comm.rank)
-        assert "read the same samples" in found.value.__notes__[0]
-
-    run_threads(2, rank)
+    run_registered(2, rank)
 
 
-def test_another_encoder_that_is_cut_by_hand() -> None:
-    make, config, given = OTHERS["dinov2"]
+def test_shard_between_shards_another_encoder_exactly() -> None:
+    model_class, config, _ = UNSHARDED["dinov2"]
+    inputs = {"pixel_values": PIXELS["pixel_values"].double()}
 
-    def built() -> Any:
-        with BUILDING:
+    def build_dinov2() -> Any:
+        with BUILD_LOCK:
             torch.manual_seed(1)
-            return make(deepcopy(config)).double()
+            return model_class(deepcopy(config)).double()
 
-    doubled = {key: value.double() for key, value in given.items()}
-    wanted = built()(**doubled).last_hidden_state
+    expected = build_dinov2()(**inputs).last_hidden_state
 
-    def rank(comm: Any) -> torch.Tensor:
-        model = built()
-        with BUILDING:
-            handle = wf_transformers.attach_model(model, sequence_parallel(comm))
+    def rank(comm: Any) -> Tensor:
+        model = build_dinov2()
+        handle = wf_transformers.attach_model(model, sequence_parallel(comm))
         wf_transformers.shard_between(handle, model.embeddings, model.layernorm)
-        return model(**doubled).last_hidden_state.detach()
+        return model(**inputs).last_hidden_state.detach()
 
-    for found in run_threads(2, rank):
-        assert_close(found, wanted, "hidden states")
+    for hidden_states in run_threads(2, rank):
+        assert_close(hidden_states, expected, "hidden states")

@@ -1,7 +1,7 @@
-"""Imported by the server of forks: none of them compiles DeepSpeed's shared-memory operator.
+"""Keeps DeepSpeed from compiling its shared-memory operator in the ranks of a job, for a minute.
 
-It is `wf_deepspeed.without_shared_memory_op()` for scripts that know nothing of us, and saves a
-minute.
+The process from which ranks are forked imports this module. It does what
+`wf_deepspeed.without_shared_memory_op()` does, for scripts that do not call it.
 """
 
 from importlib.util import find_spec

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import wf_transformers
 from tests.helpers import run_threads
-from tests.integrations.transformers_models import BUILDING, build, sequence_parallel
+from tests.integrations.transformers_models import BUILD_LOCK, build, sequence_parallel
 from wf_backends import SequenceParallel
 from wf_transformers import WholeBatchHooks, attach_pretrained, verify
 from wf_transformers.comparison.verify import Mode, Report
@@ -57,7 +57,7 @@ def llama(model_class: type = tf.LlamaForCausalLM) -> Any:
 def vision_model(name: str) -> Any:
     config = getattr(tf, f"{name}Config")(**VISION, **PATCHES)
     config._attn_implementation = "sdpa"
-    with BUILDING:
+    with BUILD_LOCK:
         torch.manual_seed(1)
         return getattr(tf, f"{name}Model")(config)
 

@@ -95,7 +95,7 @@ def test_in_closed_form_routes_of_one_shape_are_one_candidate(named) -> None:
     routes = {plan.choice.forward for plan in plans}
     if named is None:
         assert all(placed.in_rank_order for placed in routes)
-        assert len(routes) == len({placed.fields for placed in placements(16)})
+        assert len(routes) == len({placed.words for placed in placements(16)})
     else:
         assert routes == {*named}
 

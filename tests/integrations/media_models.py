@@ -1,0 +1,124 @@
+"""Tiny random models that take images and videos among tokens, and batches for them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import Tensor
+
+from tests.integrations.transformers_models import BUILD_LOCK, HEADS, SMALL
+
+IMAGE, VIDEO, START = 58, 59, 57  # tokens
+ROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START}
+PATCHES = {"patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2, "num_heads": 2}
+WINDOWS = {"window_size": 8, "fullatt_block_indexes": [1], "intermediate_size": 24}
+QWEN = {**SMALL, **HEADS, **ROPE, **TOKENS}
+CLIP = {"num_attention_heads": 2, "num_hidden_layers": 2, "image_size": 8, "patch_size": 4}
+LLAVA_TOKENS = 4  # of an image: (8 / 4)**2 patches
+
+# (frames, height, width) in patches, 4 of which are one token: 4, 2, 2 and 6 tokens
+GRIDS = [(1, 4, 4), (1, 2, 4), (1, 4, 2), (1, 6, 4)]
+VIDEO_GRID = (2, 4, 2)  # 4 tokens
+PATCH_WIDTH = 3 * 2 * 2 * 2  # colours, frames, height, width
+
+
+def qwen2_vl() -> Any:
+    vision = {**PATCHES, "depth": 2, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+    config = tf.Qwen2VLConfig(**QWEN, vision_config=vision)
+    return tf.Qwen2VLForConditionalGeneration(config)
+
+
+def qwen2_5_vl() -> Any:
+    vision = {**PATCHES, **WINDOWS, "depth": 2, "hidden_size": 16, "out_hidden_size": 32}
+    config = tf.Qwen2_5_VLConfig(**QWEN, vision_config=vision)
+    return tf.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def llava() -> Any:
+    config = tf.LlavaConfig(
+        text_config=tf.LlamaConfig(**SMALL, **HEADS),
+        vision_config=tf.CLIPVisionConfig(**CLIP, hidden_size=16, intermediate_size=24),
+        vision_feature_layer=-1,
+        image_token_index=IMAGE,
+    )
+    return tf.LlavaForConditionalGeneration(config)
+
+
+MODELS = {"qwen2_vl": qwen2_vl, "qwen2_5_vl": qwen2_5_vl, "llava": llava}
+
+
+def build(family: str) -> Any:
+    """A float64 model in training mode, every parameter of it random."""
+    with BUILD_LOCK:
+        torch.manual_seed(1)
+        model = MODELS[family]()
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        return model.double().train()
+
+
+def media_batch(family: str, video: bool = False) -> dict[str, Any]:
+    """Two samples, of 3 and 1 images; with a video, too, if the family takes any."""
+    return llava_batch() if family == "llava" else qwen_batch(video=video)
+
+
+def qwen_batch(image_counts: tuple[int, ...] = (3, 1), video: bool = False) -> dict[str, Any]:
+    """A sample of text and images for each of `image_counts`; a video ends the last one."""
+    grids, samples = iter(GRIDS), []
+    for number, count in enumerate(image_counts):
+        tokens = [3 + number, 4, 5]
+        for grid in (next(grids) for _ in range(count)):
+            tokens += [START, *[IMAGE] * (num_patches(grid) // 4), 7, 8]
+        samples.append(tokens)
+    used = GRIDS[: sum(image_counts)]
+    media = {
+        "pixel_values": random_normal(sum(map(num_patches, used)), PATCH_WIDTH),
+        "image_grid_thw": torch.tensor(used),
+    }
+    if video:
+        samples[-1] += [START, *[VIDEO] * (num_patches(VIDEO_GRID) // 4), 9]
+        media |= {
+            "pixel_values_videos": random_normal(num_patches(VIDEO_GRID), PATCH_WIDTH),
+            "video_grid_thw": torch.tensor([VIDEO_GRID]),
+        }
+    return media | with_token_types(padded(samples))
+
+
+def num_patches(grid: tuple[int, int, int]) -> int:
+    frames, height, width = grid
+    return frames * height * width
+
+
+def with_token_types(batch: dict[str, Any]) -> dict[str, Any]:
+    """With the types that processors of transformers 5 give, and its models need."""
+    parameters = inspect.signature(tf.Qwen2VLForConditionalGeneration.forward).parameters
+    if "mm_token_type_ids" not in parameters:
+        return batch
+    ids = batch["input_ids"]
+    return batch | {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
+
+
+def llava_batch(image_counts: tuple[int, ...] = (3, 1)) -> dict[str, Any]:
+    """A sample of text and images for each of `image_counts`."""
+    samples = [
+        [3 + number, 4, *([*[IMAGE] * LLAVA_TOKENS, 7, 8] * count)]
+        for number, count in enumerate(image_counts)
+    ]
+    return {"pixel_values": random_normal(sum(image_counts), 3, 8, 8)} | padded(samples)
+
+
+def padded(samples: list[list[int]]) -> dict[str, Any]:
+    """Samples of one length, with text at their end; media have no labels."""
+    length = max(map(len, samples)) + 3
+    text = [10 + i % 7 for i in range(length)]
+    ids = torch.tensor([tokens + text[: length - len(tokens)] for tokens in samples])
+    return {"input_ids": ids, "labels": ids.masked_fill(ids >= START, -100)}
+
+
+def random_normal(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -1,0 +1,83 @@
+"""Documents of a packed batch reach every layer, or the call is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import wf_transformers  # noqa: E402
+from tests.integrations.transformers_models import batch, model_on_one_rank  # noqa: E402
+from wf_transformers.batch import LAYERS_KEEP_KEYWORDS  # noqa: E402
+from wf_transformers.documents import Documents  # noqa: E402
+
+IDS = batch(seqlen=8)["input_ids"]
+PACKED = {"input_ids": IDS, "cu_seqlens": (0, 3, 8)}
+OUTSIDE = "does not say which documents"
+GPT2_DROPS_KEYWORDS = pytest.mark.skipif(
+    LAYERS_KEEP_KEYWORDS, reason="the layers of this GPT-2 hand keywords on"
+)
+
+
+@GPT2_DROPS_KEYWORDS
+def test_layers_that_drop_keywords_need_apply() -> None:
+    with (
+        model_on_one_rank("gpt2") as model,
+        pytest.raises(ValueError, match="GPT2LMHeadModel .* call wf_transformers.apply"),
+    ):
+        wf_transformers.forward_kwargs(model, PACKED)
+
+
+@GPT2_DROPS_KEYWORDS
+def test_recomputed_layers_that_drop_keywords_need_checkpoint_kwargs() -> None:
+    with model_on_one_rank("gpt2", apply=True) as model:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        loss = model(**wf_transformers.forward_kwargs(model, PACKED)).logits.sum()
+        with pytest.raises(ValueError, match="checkpoint_kwargs"):
+            loss.backward()
+
+
+def test_a_failed_forward_leaves_no_documents_behind() -> None:
+    with model_on_one_rank("gpt2", apply=True) as model:
+        with pytest.raises(IndexError):
+            model(torch.full((1, 8), 1000), cu_seqlens=(0, 3, 8))  # no such token
+        with pytest.raises(ValueError, match=OUTSIDE):
+            model.transformer(IDS, use_cache=False)
+
+
+ONE, TWO = {"cu_seqlens": (0, 4)}, {"cu_seqlens": (0, 2, 4)}
+
+
+def test_attention_before_any_documents_has_none() -> None:
+    assert Documents().current({}) == {}
+
+
+def test_attention_has_the_documents_of_its_scope() -> None:
+    documents = Documents()
+    with documents.scope(ONE):
+        assert documents.current({}) == ONE
+
+
+def test_keywords_override_the_scope() -> None:
+    documents = Documents()
+    with documents.scope(ONE):
+        assert documents.current(TWO) == TWO
+
+
+def test_attention_outside_a_scope_is_refused_once_there_were_documents() -> None:
+    """Unless its keywords say that it has none."""
+    documents = Documents()
+    with documents.scope(ONE):
+        pass
+    with pytest.raises(ValueError, match=OUTSIDE):
+        documents.current({})
+    assert documents.current({"cu_seqlens": None}) == {}
+
+
+def test_recomputation_has_the_documents_of_its_forward() -> None:
+    documents = Documents()
+    with documents.scope(ONE):
+        _, recomputation = documents.checkpoint_contexts()
+    with documents.scope({}), recomputation:
+        assert documents.current({}) == ONE
