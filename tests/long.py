@@ -70,9 +70,9 @@ LONG: dict[str, str] = {
     "tests/integrations/test_own_loss.py": TWO,
     "tests/integrations/test_checkpoints.py": "without.*gpt|None-(mistral|bert)",
     # one process
-    "tests/planner/test_typical.py": "who_knows_the_kind",
+    "tests/planner/test_typical.py": "faster_on_the_real_documents",
     "tests/planner/test_search.py": "best_of_all.*heads=6|better_links",
-    "tests/planner/test_proxy.py": "beyond_what_is_counted",
+    "tests/planner/test_proxy.py": "faster_on_more_ranks_than_are_counted",
     "tests/cost/test_exact_cost.py": r"those_of_the_programs\[[68]",
     "tests/cli/test_plan.py": r"part_of_many_ranks|through_a_pipe|documents\[32|columns\[more2",
     "tests/cli/test_bench.py": "writes_a_trace",

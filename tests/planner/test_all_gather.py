@@ -1,4 +1,4 @@
-"""All-gather brings keys together behind tiles: in the plan, in its price and in closed form."""
+"""An all-gather fetches keys of other owners while tiles are computed: its price in both counts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import pytest
 
 from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.cost.exact_cost import pass_cost
-from wf_backends.cost.workload import FORWARD, HeadSplit, Workload
+from wf_backends.cost.workload import FORWARD, Cost, HeadSplit, Workload
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.planner.plan import Choice, Request
 from wf_backends.planner.search import price_plan
 from wf_backends.schedule.placement import Placed, in_rank_order, place, routes
 
 SHAPE = Shape(batch=1, heads=4, kv_heads=4, head_dim=16, itemsize=2)
-ROUTE = in_rank_order({"name": "all_gather"}, 4)
+ALL_GATHER = in_rank_order({"name": "all_gather"}, 4)
 ROWS = 256  # of a rank
 LATENCY_S = 1e-3
 
 
-def job_of(bytes_per_s: float) -> HeadSplit:
+def on_four_hosts(bytes_per_s: float) -> HeadSplit:
+    """Four ranks with a NIC each, of this rate."""
     topology = Topology(
         name="four hosts",
         hosts=4,
@@ -34,37 +35,46 @@ def job_of(bytes_per_s: float) -> HeadSplit:
     return HeadSplit(Workload(SHAPE, 4 * ROWS), topology)
 
 
-def forward_of(job: HeadSplit, placed: Placed, exact_up_to: int):
-    request = Request(job.topology, job.workload, exact_up_to=exact_up_to)
+def forward_cost(split: HeadSplit, placed: Placed, exact_up_to: int) -> Cost:
+    request = Request(split.topology, split.workload, exact_up_to=exact_up_to)
     return price_plan(request, Choice(1, placed, placed)).forward
 
 
 @pytest.mark.parametrize("exact_up_to", (1, 4), ids=("closed form", "message by message"))
 @pytest.mark.parametrize("bytes_per_s", (1e6, 1e8), ids=("slow links", "fast links"))
-def test_an_owners_keys_travel_behind_the_tiles_of_another(bytes_per_s, exact_up_to) -> None:
-    job = job_of(bytes_per_s)
+def test_keys_of_an_owner_arrive_during_the_tiles_of_the_one_before(
+    bytes_per_s: float, exact_up_to: int
+) -> None:
+    split = on_four_hosts(bytes_per_s)
     tile_s = 4 * ROWS * ROWS * 4 * 16 / 1e9
     fetch_s = ROWS * 2 * 4 * 16 * 2 / bytes_per_s
-    now = tile_s
-    for owner in range(3):
-        now = max(now, (owner + 1) * fetch_s + LATENCY_S) + tile_s
-    cost = forward_of(job, ROUTE, exact_up_to)
-    assert cost.seconds == pytest.approx(now)
-    at_once = pass_cost(job, place(ROUTE, 4), FORWARD)
-    assert at_once.seconds == pytest.approx(3 * fetch_s + LATENCY_S + 4 * tile_s)
-    assert cost.nic_bytes == at_once.nic_bytes
-    assert cost.gathered_bytes == at_once.gathered_bytes
+    expected_s = tile_s  # own keys
+    for owners_before in range(3):
+        arrived_at = (owners_before + 1) * fetch_s + LATENCY_S
+        expected_s = max(expected_s, arrived_at) + tile_s
+    cost = forward_cost(split, ALL_GATHER, exact_up_to)
+    assert cost.seconds == pytest.approx(expected_s)
+    keys_walk = pass_cost(split, place(ALL_GATHER, 4), FORWARD)  # all keys before the first tile
+    assert keys_walk.seconds == pytest.approx(3 * fetch_s + LATENCY_S + 4 * tile_s)
+    assert cost.nic_bytes == keys_walk.nic_bytes
+    assert cost.gathered_bytes == keys_walk.gathered_bytes
 
 
-def test_keys_stay_where_nothing_walks_and_only_they_are_gathered() -> None:
-    """Queries that walk bring results home, so on any other route they had better stay."""
-    for size in (4, 16):
-        for route in routes(size):
-            placed = in_rank_order(route, size)
-            schedule = place(placed, size)
-            alone = schedule.gathers() == (False, True) and not schedule.hops
-            assert placed.keys_stay == alone, route
-            job = job_of(1e6)
-            if size == 4:
-                walks = replace(FORWARD, queries_walk=alone)
-                assert forward_of(job, placed, 4) == pass_cost(job, schedule, walks)
+def gathers_keys_alone_without_hops(placed: Placed, size: int) -> bool:
+    schedule = place(placed, size)
+    return schedule.gathers() == (False, True) and not schedule.hops
+
+
+@pytest.mark.parametrize("size", (4, 16))
+def test_keys_stay_on_routes_that_gather_keys_alone_and_have_no_hops(size: int) -> None:
+    """On other routes queries would walk, and their results would have to be sent back."""
+    for route in routes(size):
+        placed = in_rank_order(route, size)
+        assert placed.keys_stay == gathers_keys_alone_without_hops(placed, size), route
+
+
+@pytest.mark.parametrize("route", routes(4), ids=lambda route: str(in_rank_order(route, 4)))
+def test_a_forward_is_priced_with_the_side_that_stays(route: dict) -> None:
+    placed, split = in_rank_order(route, 4), on_four_hosts(1e6)
+    kind = replace(FORWARD, queries_walk=gathers_keys_alone_without_hops(placed, 4))
+    assert forward_cost(split, placed, 4) == pass_cost(split, place(placed, 4), kind)
