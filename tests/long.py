@@ -55,7 +55,7 @@ LONG: dict[str, str] = {
     "tests/docs/test_site.py": "without_a_warning",
     "tests/launch/test_launch_processes.py": "end_well|joins_again",
     # ranks as threads
-    "tests/runtime/test_exact.py": rf"{SIX_AND_EIGHT}|test_slices\[[68]|test_long|test_many",
+    "tests/runtime/test_exact.py": rf"{SIX_AND_EIGHT}|on_every_schedule\[[68]|test_long|test_many",
     "tests/runtime/test_scores.py": SIX_AND_EIGHT,
     "tests/runtime/test_alibi.py": SIX_AND_EIGHT,
     "tests/runtime/test_ulysses_pipeline.py": r"\[[12]-|in_chunks\[3-",
