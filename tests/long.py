@@ -60,7 +60,7 @@ LONG: dict[str, str] = {
     "tests/runtime/test_alibi.py": SIX_AND_EIGHT,
     "tests/runtime/test_ulysses_pipeline.py": r"\[[12]-|in_chunks\[3-",
     "tests/runtime/test_hosts_once.py": r"\(6\)",
-    "tests/runtime/test_device_only.py": r"no_value\[(?!sdpa on an Ampere)",
+    "tests/runtime/test_device_only.py": r"on_the_gpu_and_reads_no_value\[(?!sdpa on an Ampere)",
     "tests/parallel/test_chosen.py": r"chosen\[.*-[1-9]\]",
     "tests/dsp/test_video_dit.py": r"published|exact\[[12]",
     "tests/gpu/test_cudnn.py": r"on_cudnn_is_exact\[(documents|full|window)|all_tiles.*full",

@@ -1,8 +1,8 @@
-"""One rank of eight on tensors without memory: nothing strays to the host or waits for a value.
+"""A call of one rank of eight copies nothing to the host and reads no value from its device.
 
-Tensors of torch's device "meta" play a GPU's: operators give shapes, dtypes and strides, torch's
-CUDA kernels for attention too. There is no value to be asked for, which on a GPU would make the
-host wait, and nothing that could be copied to the host.
+Reading a value would make the host wait for a GPU. Tensors of torch's device "meta" stand for those
+of a GPU: operators give their shapes, dtypes and strides, as do torch's CUDA kernels for attention,
+but there is no memory, so that a copy or a read of a value is an error.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ GPU = torch.device("meta")
 FLASH, CUDNN = "_flash_attention_forward", "_scaled_dot_product_cudnn_attention"
 
 
-class Silent(Communicator, Pending):
-    """A rank over NCCL and gloo whose peers agree with it, take everything and send nothing."""
+class AgreeingPeers(Communicator, Pending):
+    """Peers that agree with this rank in every header; rows are received without being written."""
 
     on_host = True
 
@@ -51,7 +51,7 @@ class Silent(Communicator, Pending):
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         for (_, sent), (_, arriving) in zip(sends, recvs, strict=False):
-            if sent.device.type == "cpu":  # headers
+            if sent.device.type == "cpu":  # a header
                 arriving.copy_(sent)
         return self
 
@@ -60,48 +60,52 @@ class Silent(Communicator, Pending):
     def poll(self) -> None: ...
 
 
-class Apart(TorchDispatchMode):
-    """Fails at the first operator that mixes the GPU's tensors with others, or asks for a value."""
+class OnDeviceOnly(TorchDispatchMode):
+    """Fails at the first operator with tensors of two devices, or that reads a value of GPU's.
+
+    `operators` has the names of all operators that ran.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.ran = set[str]()
+        self.operators = set[str]()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
-        if (
-            func is torch.ops.aten._local_scalar_dense.default
-        ):  # for ColossalAI's meta kernel it is 0
-            assert args[0].device != GPU, "the host waits for a value"
-        found = func(*args, **(kwargs or {}))
-        on = {x.device.type for x in tree_leaves((args, kwargs, found)) if isinstance(x, Tensor)}
-        assert len(on) < 2, f"{func} mixes {on}"
-        self.ran.add(func.overloadpacket.__name__)
-        return found
+        # once ColossalAI is imported, its meta kernel gives 0 in place of an error
+        reads_value = func is torch.ops.aten._local_scalar_dense.default
+        assert not (reads_value and args[0].device == GPU), "the host waits for a value"
+        result = func(*args, **(kwargs or {}))
+        leaves = tree_leaves((args, kwargs, result))
+        devices = {x.device.type for x in leaves if isinstance(x, Tensor)}
+        assert len(devices) < 2, f"{func} mixes {devices}"
+        self.operators.add(func.overloadpacket.__name__)
+        return result
 
 
-class OnGpu:
-    """Plans with a kernel that takes the GPU's tensors for what they are."""
+class WithKernel:
+    """Replaces the kernel of every planned call, which is planned as for a CUDA device."""
 
     kernel: Kernel
 
-    def _make_call(self, told: Any, mask: Mask, spec: KernelSpec, *args: Any) -> Any:
-        make: Any = super()
-        call, group = make._make_call(told, mask, replace(spec, device="cuda"), *args)
+    def _make_call(self, options: Any, mask: Mask, spec: KernelSpec, *args: Any) -> Any:
+        parent: Any = super()
+        call, group = parent._make_call(options, mask, replace(spec, device="cuda"), *args)
         return call._replace(kernel=self.kernel), group
 
 
-class AttentionOnGpu(OnGpu, DistributedAttention): ...
+class AttentionWithKernel(WithKernel, DistributedAttention): ...
 
 
-def attention_on_gpu(words: dict[str, Any], kernel: Kernel) -> DistributedAttention:
-    """The rank's attention, by a config's words."""
-    config = SequenceParallelConfig.from_dict({"sequence_parallel_size": SIZE} | words)
-    comm = Silent(RANK, SIZE)
-    found = AttentionOnGpu(config, comm, JobTopology(comm, None, PRESETS["one-host"], Path()))
-    found.kernel = kernel
-    return found
+def attention_on_gpu(options: dict[str, Any], kernel: Kernel) -> DistributedAttention:
+    """The attention of rank 3 of 8 in this configuration."""
+    config = SequenceParallelConfig.from_dict({"sequence_parallel_size": SIZE} | options)
+    comm = AgreeingPeers(RANK, SIZE)
+    topology = JobTopology(comm, None, PRESETS["one-host"], Path())
+    attention = AttentionWithKernel(config, comm, topology)
+    attention.kernel = kernel
+    return attention
 
 
 def sdpa_on(capability: tuple[int, int]) -> SdpaKernel:
@@ -114,7 +118,7 @@ KERNELS: dict[str, Callable[[], Any]] = {
     "sdpa on a Hopper": partial(sdpa_on, (9, 0)),
     "sdpa on an Ampere": partial(sdpa_on, (8, 0)),
 }
-WORDS: list[dict[str, Any]] = [
+CONFIGS: list[dict[str, Any]] = [
     {},
     {"route": "ring"},
     {"route": "ring", "backward_moves": "queries"},
@@ -133,122 +137,134 @@ MASKS = {
     "window": Mask(Band(300, 0)),
     "documents": Mask(CAUSAL, (0, 700, 1500, 3000, SIZE * ROWS)),
 }
-# Each kernel meets each words and each mask; all three together, every second time.
+# Every second combination: each kernel still meets each config and each mask.
 CALLS = [
-    pytest.param(kernel, words, mask, id=f"{kernel}-{words}-{mask}")
+    pytest.param(kernel, config, mask, id=f"{kernel}-{config}-{mask}")
     for i, kernel in enumerate(KERNELS)
-    for j, words in enumerate(WORDS)
+    for j, config in enumerate(CONFIGS)
     for k, mask in enumerate(MASKS)
     if (i + j + k) % 2 == 0
 ]
 
 
-def call(words: dict[str, Any], mask: Mask, kernel: Kernel) -> set[str]:
-    """The operators of a forward and a backward."""
-    attention = attention_on_gpu(words, kernel)
+@pytest.fixture
+def no_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none on the device "meta"."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+
+
+def operators_of_call(config: dict[str, Any], mask: Mask, kernel: Kernel) -> set[str]:
+    """Names of the operators of a forward and a backward."""
+    attention = attention_on_gpu(config, kernel)
     q, k, v = (
         torch.empty(2, ROWS, heads, HEAD_DIM, dtype=torch.bfloat16, device=GPU, requires_grad=True)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    with Apart() as mode:
+    with OnDeviceOnly() as mode:
         softmax = plain_softmax(16)
         planned = attention.call(q, k, v, mask, softmax, None)
         out = run(q, k, v, *planned, softmax.learned)
         grads = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
-    for found, like in zip((out, *grads), (q, q, k, v), strict=True):
-        assert (found.shape, found.dtype, found.device) == (like.shape, like.dtype, GPU)
-    return mode.ran
+    for actual, x in zip((out, *grads), (q, q, k, v), strict=True):
+        assert (actual.shape, actual.dtype, actual.device) == (x.shape, x.dtype, GPU)
+    return mode.operators
 
 
-@pytest.mark.parametrize(("kernel", "words", "mask"), CALLS)
-def test_a_call_stays_on_the_gpu_and_asks_for_no_value(
-    kernel: str, words: Any, mask: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("no_autocast")
+@pytest.mark.parametrize(("kernel", "config", "mask"), CALLS)
+def test_attention_stays_on_the_gpu_and_reads_no_value(
+    kernel: str, config: dict[str, Any], mask: str
 ) -> None:
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # there is none on meta
-    ran = call(words, MASKS[mask], KERNELS[kernel]())
-    assert bool(ran & {FLASH, CUDNN}) == (kernel != "reference")
-    assert FLASH in ran or kernel != "sdpa on an Ampere"
-    assert CUDNN in ran or kernel != "sdpa on a Hopper" or mask not in ("full", "causal")
-    assert CUDNN not in ran or kernel == "sdpa on a Hopper"
+    """Also: the kernels of torch that run are those that the GPU has."""
+    operators = operators_of_call(config, MASKS[mask], KERNELS[kernel]())
+    attention_kernels = operators & {FLASH, CUDNN}
+    if kernel == "reference":
+        assert not attention_kernels
+    elif kernel == "sdpa on an Ampere":
+        assert attention_kernels == {FLASH}
+    elif mask in ("full", "causal"):
+        assert CUDNN in attention_kernels
+    else:
+        assert attention_kernels
 
 
+@pytest.mark.usefixtures("no_autocast")
+@pytest.mark.parametrize("config", ({"route": "ring"}, {"route": "ring", "ulysses_degree": 4}))
 @pytest.mark.parametrize("seed", (None, 3))
-def test_so_does_a_call_with_every_option(
-    seed: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # there is none on meta
+def test_attention_with_options_stays_on_the_gpu(seed: int | None, config: dict[str, Any]) -> None:
     q = torch.empty(2, ROWS, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=GPU)
     slopes, sinks = torch.empty(2, HEADS, device=GPU)
-    for words in ({"route": "ring"}, {"route": "ring", "ulysses_degree": 4}):
-        with Apart():
-            softmax = make_softmax(q, None, 30.0, slopes, sinks, 0.1, seed)
-            attention = attention_on_gpu(words, ReferenceKernel())
-            planned = attention.call(q, q, q, MASKS["causal"], softmax, None)
-            run(q, q, q, *planned, softmax.learned)
+    with OnDeviceOnly():
+        softmax = make_softmax(q, None, 30.0, slopes, sinks, 0.1, seed)
+        attention = attention_on_gpu(config, ReferenceKernel())
+        planned = attention.call(q, q, q, MASKS["causal"], softmax, None)
+        run(q, q, q, *planned, softmax.learned)
 
 
-@pytest.mark.parametrize(("rows", "keys", "band"), ((40, 12, Band(right=3)), (40, 12, Band(20, 2))))
-def test_so_does_a_tile_in_parts(rows: int, keys: int, band: Band) -> None:
-    """More rows than keys, as flash-attn's window does not say it."""
+@pytest.mark.parametrize("band", (Band(right=3), Band(20, 2)))
+def test_a_tile_in_parts_stays_on_the_gpu(band: Band) -> None:
+    """40 rows and 12 keys: flash-attn has no window for more rows than keys."""
     kernel = sdpa_on((8, 0))
-    assert len(split_window(rows, keys, band)) > 1
-    q = torch.empty(2, rows, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=GPU)
-    k = torch.empty(2, keys, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=GPU)
-    with Apart():
+    assert len(split_window(40, 12, band)) > 1
+    q = torch.empty(2, 40, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=GPU)
+    k = torch.empty(2, 12, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=GPU)
+    with OnDeviceOnly():
         out, lse = kernel.forward(q, k, k, Scores(0.1), band)
         grads = kernel.backward(TileGrad(q, q, k, k, q, lse, lse), Scores(0.1), band)
     assert [x.shape for x in (out, *grads)] == [q.shape, q.shape, k.shape, k.shape]
 
 
-def shards(sp: SequenceParallel) -> None:
+def shard_and_unshard(sp: SequenceParallel) -> None:
     x = torch.empty(2, SIZE * ROWS, 4, device=GPU, requires_grad=True)
-    mine = sp.shard(x)
-    whole = sp.unshard(mine)
-    (grad,) = torch.autograd.grad(whole, x, torch.empty_like(whole))
-    assert mine.shape == (2, ROWS, 4) and whole.shape == grad.shape == x.shape
+    local = sp.shard(x)
+    gathered = sp.unshard(local)
+    (grad,) = torch.autograd.grad(gathered, x, torch.empty_like(gathered))
+    assert local.shape == (2, ROWS, 4) and gathered.shape == grad.shape == x.shape
 
 
-def loss(sp: SequenceParallel) -> None:
+def token_loss(sp: SequenceParallel) -> None:
     logits = torch.empty(2, ROWS, 100, dtype=torch.bfloat16, device=GPU, requires_grad=True)
     labels = torch.empty(2, ROWS, dtype=torch.int64, device=GPU)
-    found = sp.loss(logits, labels)
-    (grad,) = torch.autograd.grad(found, logits)
-    assert (found.shape, found.dtype, grad.shape) == ((), torch.float32, logits.shape)
+    loss = sp.loss(logits, labels)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert (loss.shape, loss.dtype, grad.shape) == ((), torch.float32, logits.shape)
 
 
 def dropout(sp: SequenceParallel) -> None:
     x = torch.empty(2, ROWS, 4, device=GPU, requires_grad=True)
     positions = torch.empty(ROWS, dtype=torch.int64, device=GPU)
-    found = position_dropout(x, positions, 0.1, seed=3)
-    (grad,) = torch.autograd.grad(found, x, torch.empty_like(found))
-    assert found.shape == grad.shape == x.shape
+    out = position_dropout(x, positions, 0.1, seed=3)
+    (grad,) = torch.autograd.grad(out, x, torch.empty_like(out))
+    assert out.shape == grad.shape == x.shape
 
 
-def switches(sp: SequenceParallel) -> None:
+def switch_dims(sp: SequenceParallel) -> None:
     dsp = DynamicSequenceParallel(sp.comm)
     x = torch.empty(2, 16, 24, 4, device=GPU, requires_grad=True)
-    whole = dsp.gather(dsp.switch(dsp.split(x, 1), 1, 2), 2)
-    (grad,) = torch.autograd.grad(whole, x, torch.empty_like(whole))
-    assert whole.shape == grad.shape == x.shape
+    gathered = dsp.gather(dsp.switch(dsp.split(x, 1), 1, 2), 2)
+    (grad,) = torch.autograd.grad(gathered, x, torch.empty_like(gathered))
+    assert gathered.shape == grad.shape == x.shape
 
 
-@pytest.mark.parametrize("work", (shards, loss, dropout, switches))
-def test_so_does_what_stands_around_attention(work: Callable[[SequenceParallel], None]) -> None:
-    sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=SIZE), Silent(RANK, SIZE))
-    with Apart():
-        work(sp)
+@pytest.mark.parametrize("use", (shard_and_unshard, token_loss, dropout, switch_dims))
+def test_other_methods_stay_on_the_gpu(use: Callable[[SequenceParallel], None]) -> None:
+    sp = SequenceParallel(
+        SequenceParallelConfig(sequence_parallel_size=SIZE), AgreeingPeers(RANK, SIZE)
+    )
+    with OnDeviceOnly():
+        use(sp)
 
 
-def test_measuring_takes_a_gpus_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but their times; no value of them is asked for either."""
+def test_measuring_reads_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = sdpa_on((9, 0))
     monkeypatch.setattr("wf_backends.cluster.measure_kernels.select", lambda *_: kernel)
-    found = measure_topology(Silent(RANK, SIZE), [f"host {rank // 4}" for rank in range(SIZE)], GPU)
-    assert (found.hosts, found.ranks_per_host, found.kernels[0][0]) == (2, 4, "sdpa")
+    hosts = [f"host {rank // 4}" for rank in range(SIZE)]
+    topology = measure_topology(AgreeingPeers(RANK, SIZE), hosts, GPU)
+    assert (topology.hosts, topology.ranks_per_host, topology.kernels[0][0]) == (2, 4, "sdpa")
 
 
 @pytest.mark.parametrize(
-    "wait",
+    "operation",
     (
         lambda x: x.sum().item(),
         lambda x: x.cpu(),
@@ -257,6 +273,7 @@ def test_measuring_takes_a_gpus_tensors(monkeypatch: pytest.MonkeyPatch) -> None
         lambda x: x.copy_(torch.zeros(4)),
     ),
 )
-def test_what_waits_for_the_gpu_or_strays_from_it_is_seen(wait: Callable[[Tensor], object]) -> None:
-    with Apart(), pytest.raises((AssertionError, NotImplementedError)):
-        wait(torch.empty(4, device=GPU))
+def test_reading_a_value_and_mixing_devices_fail(operation: Callable[[Tensor], object]) -> None:
+    """Or the tests above would prove nothing."""
+    with OnDeviceOnly(), pytest.raises((AssertionError, NotImplementedError)):
+        operation(torch.empty(4, device=GPU))
