@@ -1,4 +1,4 @@
-"""Faults put in on purpose: each must be noticed, or the exactness tests prove nothing."""
+"""Faults put into schedules, programs and the runtime: `run_case` must show an error for each."""
 
 from __future__ import annotations
 
@@ -20,75 +20,74 @@ CAUSAL_RING = Case(ring(4), ring(4), zigzag(4, 32), Mask(CAUSAL))
 TEAMS = Case(concentric(4, 2), concentric(4, 2), zigzag(4, 32), Mask(CAUSAL))
 
 
-def with_plans(monkeypatch, change):
-    """Run what `change(plan)` makes of every rank's plan."""
+def change_programs(monkeypatch, change):
+    """Every rank runs `change(program)`."""
     monkeypatch.setattr(cases, "lower", lambda problem, rank: change(lower(problem, rank)))
 
 
-def with_rounds(plan, change):
-    """The plan with every round of every step changed."""
-    steps = (replace(s, rounds=tuple(map(change, s.rounds))) for s in plan.steps)
-    return replace(plan, steps=tuple(steps))
+def change_rounds(program, change):
+    """The program with `change(round)` for every round of every step."""
+    steps = (replace(step, rounds=tuple(map(change, step.rounds))) for step in program.steps)
+    return replace(program, steps=tuple(steps))
 
 
 @pytest.mark.parametrize("case", (CAUSAL_RING, TEAMS), ids=("ring", "concentric"))
-def test_unchanged_plans_pass(monkeypatch, case):
-    with_plans(monkeypatch, lambda plan: plan)
+def test_unchanged_programs_are_exact(monkeypatch, case):
+    change_programs(monkeypatch, lambda program: program)
     assert_exact(case)
 
 
-def test_a_dropped_hop_is_noticed():
+def test_a_missing_hop_is_an_error():
     short = replace(ring(4), hops=ring(4).hops[:-1])
     assert run_case(replace(CAUSAL_RING, forward=short)).errors["out"] > 1e-3
     assert run_case(replace(CAUSAL_RING, backward=short)).errors["dk"] > 1e-3
 
 
-def test_a_wrong_band_is_noticed(monkeypatch):
-    def widen(tile):
+def test_a_band_too_wide_by_one_key_is_an_error(monkeypatch):
+    def widen_tile(tile):
         return replace(tile, band=Band(tile.band.left, tile.band.right + 1))
 
-    def change(one):
-        return replace(one, tiles=tuple(map(widen, one.tiles)))
+    def widen_round(round_):
+        return replace(round_, tiles=tuple(map(widen_tile, round_.tiles)))
 
-    with_plans(monkeypatch, lambda plan: with_rounds(plan, change))
+    change_programs(monkeypatch, lambda program: change_rounds(program, widen_round))
     assert run_case(CAUSAL_RING).errors["out"] > 1e-3
 
 
-def test_a_missing_way_home_is_noticed(monkeypatch):
-    """Partial gradients stay where they are, as if their owner had none to come."""
-    with_plans(
-        monkeypatch,
-        lambda plan: replace(
-            plan,
-            steps=tuple(
-                replace(
-                    step,
-                    home_out=tuple(p for p in step.home_out if p.peer == plan.rank),
-                    home_in=tuple(p for p in step.home_in if p.peer == plan.rank),
-                )
-                for step in plan.steps
-            ),
-        ),
-    )
+def test_gradients_that_are_not_sent_to_their_owner_are_an_error(monkeypatch):
+    def keep_results(step, rank):
+        """The step without results to and from other ranks."""
+        home_out, home_in = (
+            tuple(parcel for parcel in parcels if parcel.peer == rank)
+            for parcels in (step.home_out, step.home_in)
+        )
+        return replace(step, home_out=home_out, home_in=home_in)
+
+    def keep_all_results(program):
+        steps = tuple(keep_results(step, program.rank) for step in program.steps)
+        return replace(program, steps=steps)
+
+    change_programs(monkeypatch, keep_all_results)
     errors = run_case(CAUSAL_RING).errors
     assert errors["out"] < 1e-10 and errors["dk"] > 1e-3 and errors["dv"] > 1e-3
 
 
-def test_partial_outputs_that_stay_away_are_noticed(monkeypatch):
-    with_plans(
-        monkeypatch,
-        lambda plan: with_rounds(plan, lambda one: replace(one, home=Exchange())),
-    )
+def test_partial_outputs_that_are_not_sent_to_their_owner_are_an_error(monkeypatch):
+    def without_home(program):
+        return change_rounds(program, lambda round_: replace(round_, home=Exchange()))
+
+    change_programs(monkeypatch, without_home)
     assert run_case(TEAMS).errors["out"] > 1e-3
 
 
-def test_queries_that_are_used_before_they_are_there_are_noticed(monkeypatch):
+def test_queries_that_are_read_before_they_arrive_are_an_error(monkeypatch):
+    """A fetch returns what to wait for; here nobody waits. Memory not yet written may hold NaN."""
     fetch = _RunningPass._fetch
-    monkeypatch.setattr(_RunningPass, "_fetch", lambda *args: fetch(*args) and None)  # nobody waits
-    assert not run_case(TEAMS).worst < 1e-3  # memory that nobody wrote may hold NaN
+    monkeypatch.setattr(_RunningPass, "_fetch", lambda *args: fetch(*args) and None)
+    assert not run_case(TEAMS).worst < 1e-3
 
 
-def test_a_merge_that_forgets_the_lse_is_noticed(monkeypatch):
+def test_a_merge_without_the_weights_of_lse_is_an_error(monkeypatch):
     def average(out, lse, block_out, block_lse):
         out.lerp_(block_out, 0.5)
         lse.copy_(block_lse)
@@ -97,11 +96,11 @@ def test_a_merge_that_forgets_the_lse_is_noticed(monkeypatch):
     assert run_case(CAUSAL_RING).errors["out"] > 1e-3
 
 
-def test_a_factor_two_in_the_gradients_is_noticed(monkeypatch):
-    def twice(targets, values):
+def test_gradients_that_are_added_twice_are_an_error(monkeypatch):
+    def add_twice(targets, values):
         for target, value in zip(targets, values, strict=True):
             target.add_(2 * value)
 
-    monkeypatch.setattr(executor, "add", twice)
+    monkeypatch.setattr(executor, "add", add_twice)
     errors = run_case(CAUSAL_RING).errors
     assert errors["dk"] > 1e-3 and errors["out"] < 1e-10

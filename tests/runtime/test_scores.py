@@ -1,4 +1,4 @@
-"""Options of attention beside the dense one: every schedule, and drawn cases; bytes as derived."""
+"""Options of attention on every schedule and in drawn cases: exact, and bytes as derived."""
 
 from __future__ import annotations
 
@@ -36,34 +36,35 @@ OPTIONS = {
         "bias_reach": 100,
     },
 }
-EVERY = [
+EVERY_SCHEDULE = [
     pytest.param(schedule, id=f"{name}({n})")
     for n in (1, 2, 3, 4, 6, 8)
     for name, schedule in schedules(n).items()
 ]
-# All options together on every schedule; one alone on every second.
-ALONE_OR_TOGETHER = [
+# All options together on every schedule, each of them alone on every second one.
+SCHEDULES_AND_OPTIONS = [
     pytest.param(*schedule.values, options, id=f"{options}-{schedule.id}")
     for i, options in enumerate(OPTIONS)
-    for j, schedule in enumerate(EVERY)
+    for j, schedule in enumerate(EVERY_SCHEDULE)
     if options == "all" or (i + j) % 2 == 0
 ]
 
 
-@pytest.mark.parametrize(("schedule", "options"), ALONE_OR_TOGETHER)
-def test_on_every_schedule(schedule, options):
+@pytest.mark.parametrize(("schedule", "options"), SCHEDULES_AND_OPTIONS)
+def test_options_are_exact(schedule, options):
+    """Under one of three masks in turn; all options together on 3 and 4 ranks under each."""
     case = Case(schedule, schedule, zigzag(schedule.num_ranks, SEQLEN), **OPTIONS[options])
-    masks = ("causal", "two_sided", "causal_documents")
-    at = list(OPTIONS).index(options) + len(schedule.hops)
-    every = options == "all" and schedule.num_ranks in (3, 4)  # together under every mask
-    for mask in masks if every else masks[at % 3 : at % 3 + 1]:
+    masks = ["causal", "two_sided", "causal_documents"]
+    if options != "all" or schedule.num_ranks not in (3, 4):
+        masks = [masks[(list(OPTIONS).index(options) + len(schedule.hops)) % 3]]
+    for mask in masks:
         assert_exact(replace(case, mask=MASKS[mask], queries_walk=mask == "two_sided"))
     if any(schedule.gathers()):
         assert_exact(replace(case, mask=MASKS["causal"], keep=True))
 
 
 @st.composite
-def with_options(draw):
+def cases_with_options(draw):
     case = draw(cases())
     caps = st.sampled_from((0.0, 0.5, 5.0))
     return replace(
@@ -79,54 +80,65 @@ def with_options(draw):
 
 
 @settings(max_examples=60)
-@given(with_options())
-def test_drawn_cases(case):
+@given(cases_with_options())
+def test_drawn_options_are_exact(case):
     assert_exact(case)
 
 
 @pytest.mark.parametrize("value_dim", (1, 16, 40))
-def test_values_of_another_width_on_the_kernel_of_cpus(value_dim):
+def test_values_of_another_width_are_exact_on_sdpa(value_dim):
     case = Case(ring(4), ring(4), zigzag(4, 400), MASKS["causal"], head_dim=24, kernel=SdpaKernel())
     case = replace(case, value_dim=value_dim)
     assert_exact(case)
     assert_exact(replace(case, mask=Mask(Band(30, 20)), queries_walk=True))
 
 
-def test_a_row_that_sees_nothing_has_its_sink_alone():
-    mask = Mask(Band(left=-1))  # only later keys: the last row sees none
-    assert_exact(Case(ring(4), ring(4), zigzag(4, 16), mask, sinks=True))
+def test_sinks_are_exact_for_a_row_that_sees_no_key():
+    """Queries see only later keys: the last one sees none."""
+    assert_exact(Case(ring(4), ring(4), zigzag(4, 16), Mask(Band(left=-1)), sinks=True))
 
 
-@pytest.mark.parametrize("broken", ("positions", "sinks"))
-def test_faults_are_noticed(monkeypatch, broken):
-    case = Case(ring(4), ring(4), zigzag(4, 32), MASKS["causal"], alibi=True, sinks=True)
-    if broken == "positions":  # of the buffer, not of the sequence
-        monkeypatch.setattr(lowering_tiles, "_globalize", lambda local, held: local)
-        assert run_case(case).errors["out"] > 1e-3
-    else:
-        monkeypatch.setattr(executor, "with_sinks", lambda out, lse, sinks: (out, lse))
-        assert run_case(case).errors["out"] > 1e-3
+ALIBI_AND_SINKS = Case(ring(4), ring(4), zigzag(4, 32), MASKS["causal"], alibi=True, sinks=True)
 
 
-NARROW = Case(ring(8), ring(8), zigzag(8, 256), MASKS["causal"], heads=2, kv_heads=1, head_dim=32)
+def test_alibi_at_positions_of_the_buffer_is_an_error(monkeypatch):
+    """In place of positions of the sequence."""
+    monkeypatch.setattr(lowering_tiles, "_globalize", lambda local, held: local)
+    assert run_case(ALIBI_AND_SINKS).errors["out"] > 1e-3
+
+
+def test_missing_sinks_are_an_error(monkeypatch):
+    monkeypatch.setattr(executor, "with_sinks", lambda out, lse, sinks: (out, lse))
+    assert run_case(ALIBI_AND_SINKS).errors["out"] > 1e-3
+
+
+CAUSAL_8 = Case(ring(8), ring(8), zigzag(8, 256), MASKS["causal"], heads=2, kv_heads=1, head_dim=32)
 
 
 @pytest.mark.parametrize("name", ("ring", "concentric/2", "mesh/2x4", "all_gather"))
 @pytest.mark.parametrize("queries_walk", (False, True))
-def test_partial_results_in_16_bits_are_half_the_bytes_and_sums_of_float32(name, queries_walk):
-    """Worse than partial results in float32, by no more than a few roundings."""
-    route = schedules(8)[name]
-    case = replace(NARROW, forward=route, backward=route, queries_walk=queries_walk)
-    case = replace(case, dtype=torch.bfloat16, scale=32**-0.5, queries_walk_in_forward=queries_walk)
-    wide, narrow = run_case(case), run_case(replace(case, narrow=True))
+def test_partial_results_in_bfloat16_are_fewer_bytes_and_a_few_roundings_worse(name, queries_walk):
+    """The rms error is at most 2.5 times that of partial results in float32."""
+    schedule = schedules(8)[name]
+    case = replace(
+        CAUSAL_8,
+        forward=schedule,
+        backward=schedule,
+        queries_walk=queries_walk,
+        queries_walk_in_forward=queries_walk,
+        dtype=torch.bfloat16,
+        scale=32**-0.5,
+    )
+    narrow_case = replace(case, narrow=True)
+    wide, narrow = run_case(case), run_case(narrow_case)
     for rank in range(8):
-        assert narrow.sent[rank] == replace(case, narrow=True).derived_bytes(rank)
+        assert narrow.sent[rank] == narrow_case.derived_bytes(rank)
         assert sum(narrow.sent[rank].values()) < sum(wide.sent[rank].values())
     assert all(narrow.rms[key] <= 2.5 * wide.rms[key] for key in wide.rms), (narrow.rms, wide.rms)
-    assert narrow.rms != wide.rms  # what travels is rounded
+    assert narrow.rms != wide.rms  # or nothing was rounded
 
 
-@pytest.mark.parametrize("schedule", EVERY)
-def test_narrow_partial_results_of_float64_are_float64(schedule):
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
+def test_narrow_partial_results_of_float64_are_exact(schedule):
     case = Case(schedule, schedule, zigzag(schedule.num_ranks, SEQLEN), MASKS["causal"])
     assert_exact(replace(case, narrow=True, value_dim=6))
