@@ -1,4 +1,4 @@
-"""Ulysses' exchanges: q, k and v in one, and each with the bytes that its heads are."""
+"""Ulysses: one exchange for q, k and v, one for out, each way, with the bytes of the heads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from wf_backends.runtime.ulysses import make_head_exchange
 from wf_backends.schedule.layout import lengths, make_layout
 from wf_backends.schedule.mask import CAUSAL, Mask
 
-SEQLEN = 45  # shards of 11 and 12 rows
+SEQLEN = 45  # on 4 ranks shards of 11 and 12 rows
 BATCH, HEAD_DIM = 2, 8
 
 
-class Network(Communicator):
-    """Another communicator, with a list of what was posted."""
+class RecordingComm(Communicator):
+    """Another communicator; `posts` has the labels of what was posted."""
 
     def __init__(self, inner):
         super().__init__(inner.rank, inner.size)
@@ -31,54 +31,60 @@ class Network(Communicator):
         return self.inner._post(label, sends, recvs)
 
 
-def ulysses(comm, heads, kv_heads, causal):
-    """(largest error, posts by label, bytes by label) of attention of uneven shards."""
-    network = Network(comm)
-    words = {"sequence_parallel_size": comm.size, "ulysses_degree": comm.size, "route": "ring"}
-    sp = SequenceParallel(SequenceParallelConfig.from_dict(words), network)
+def attend(comm, heads, kv_heads, causal):
+    """(largest error of out, dq, dk, dv; posts of Ulysses by label; bytes by label)."""
+    recorder = RecordingComm(comm)
+    config = SequenceParallelConfig(
+        sequence_parallel_size=comm.size, ulysses_degree=comm.size, route="ring"
+    )
+    sp = SequenceParallel(config, recorder)
     random = torch.Generator().manual_seed(0)
     shapes = [(BATCH, SEQLEN, n, HEAD_DIM) for n in (heads, kv_heads, kv_heads, heads)]
     q, k, v, dout = (torch.randn(s, generator=random, dtype=torch.float64) for s in shapes)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     shards = [sp.shard(x).detach().requires_grad_() for x in (q, k, v)]
     out = sp.attention(*shards, causal=causal)
-    grads = torch.autograd.grad((out * sp.shard(dout)).sum(), shards)
-    right = dense_attention(q, k, v, Mask(CAUSAL) if causal else Mask(), HEAD_DIM**-0.5)
-    wanted = [right, *torch.autograd.grad((right * dout).sum(), (q, k, v))]
-    pairs = zip((out, *grads), (sp.shard(x) for x in wanted), strict=True)
-    worst = largest((a - b).abs().max().item() for a, b in pairs)
-    found = [label for label in network.posts if "ulysses" in label]
-    return worst, Counter(found), sp.report()
+    actual = [out, *torch.autograd.grad((out * sp.shard(dout)).sum(), shards)]
+    dense = dense_attention(q, k, v, Mask(CAUSAL) if causal else Mask(), HEAD_DIM**-0.5)
+    expected = [dense, *torch.autograd.grad((dense * dout).sum(), (q, k, v))]
+    pairs = zip(actual, (sp.shard(x) for x in expected), strict=True)
+    error = largest((a - b).abs().max().item() for a, b in pairs)
+    posts = Counter(label for label in recorder.posts if "ulysses" in label)
+    return error, posts, sp.report()
 
 
-def derived(rank, size, heads, kv_heads):
-    """Bytes that a rank sends, by label: heads of its rows, or rows of its heads, to the others."""
+def derived_bytes(rank, size, heads, kv_heads):
+    """Bytes that a rank sends, by label.
+
+    Towards heads: for each other rank, its heads of this rank's rows. Towards tokens: for each
+    other rank, this rank's heads of its rows.
+    """
     layout = make_layout("zigzag", size, SEQLEN)
     queries, keys = (make_head_exchange(layout, count, heads) for count in (heads, kv_heads))
-    rows, element = lengths(layout), BATCH * HEAD_DIM * 8
+    rows, head = lengths(layout), BATCH * HEAD_DIM * 8  # bytes of a row of one head, in float64
     others = [peer for peer in range(size) if peer != rank]
+    rows_of_others = sum(rows[peer] for peer in others)
 
-    def heads_of(*exchanges):
-        return sum(stop - start for e in exchanges for start, stop in (e.heads[o] for o in others))
+    def heads_of_others(*exchanges):
+        ranges = (exchange.heads[peer] for exchange in exchanges for peer in others)
+        return sum(stop - start for start, stop in ranges)
 
-    away = sum(rows[peer] for peer in others)
+    heads_here = queries.heads_per_member + 2 * keys.heads_per_member
     return {
-        "forward ulysses qkv": element * rows[rank] * heads_of(queries, keys, keys),
-        "forward ulysses out": element * away * queries.heads_per_member,
-        "backward ulysses out": element * rows[rank] * heads_of(queries),
-        "backward ulysses qkv": element
-        * away
-        * (queries.heads_per_member + 2 * keys.heads_per_member),
+        "forward ulysses qkv": head * rows[rank] * heads_of_others(queries, keys, keys),
+        "forward ulysses out": head * rows_of_others * queries.heads_per_member,
+        "backward ulysses out": head * rows[rank] * heads_of_others(queries),
+        "backward ulysses qkv": head * rows_of_others * heads_here,
     }
 
 
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize(("heads", "kv_heads"), ((4, 4), (8, 4), (8, 2), (4, 1)))
-def test_one_exchange_in_each_direction(causal, heads, kv_heads):
-    """Uneven shards; key heads as many as query heads, fewer, and fewer than ranks: replicated."""
-    for rank, (error, posts, sent) in enumerate(run_threads(4, ulysses, heads, kv_heads, causal)):
-        right = derived(rank, 4, heads, kv_heads)
+def test_one_exchange_each_way_with_the_bytes_of_the_heads(causal, heads, kv_heads):
+    """Key heads: as many as query heads, fewer, and fewer than ranks, which then have copies."""
+    results = run_threads(4, attend, heads, kv_heads, causal)
+    for rank, (error, posts, sent) in enumerate(results):
+        expected = derived_bytes(rank, 4, heads, kv_heads)
         assert error < 1e-10
-        assert posts == dict.fromkeys(right, 1)
-        assert {label: sent[label] for label in right} == right
-        assert {label for label in sent if "ulysses" in label} == right.keys()
+        assert posts == dict.fromkeys(expected, 1)
+        assert {label: size for label, size in sent.items() if "ulysses" in label} == expected
