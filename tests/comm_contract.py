@@ -25,12 +25,12 @@ def message(sender: int, receiver: int, index: int, dtype: torch.dtype) -> torch
 
 
 def exchange(comm: Communicator, dtype: torch.dtype = torch.float32, index: int = 0) -> None:
-    """Every rank sends to every other, and gets what was meant for it."""
+    """Every rank sends a message to every other rank, which receives that message."""
     sends = [(peer, message(comm.rank, peer, index, dtype)) for peer in peers(comm)]
     recvs = [(peer, torch.empty(5, dtype=dtype)) for peer in peers(comm)]
     comm.post("exchange", sends, recvs).wait()
-    for peer, got in recvs:
-        assert torch.equal(got, message(peer, comm.rank, index, dtype)), (peer, got)
+    for peer, received in recvs:
+        assert torch.equal(received, message(peer, comm.rank, index, dtype)), (peer, received)
 
 
 def every_dtype(comm: Communicator) -> None:
@@ -39,7 +39,7 @@ def every_dtype(comm: Communicator) -> None:
 
 
 def order_is_kept_with_many_in_flight(comm: Communicator) -> None:
-    """Messages of one pair arrive in the order posted, whichever is waited for first."""
+    """Messages of a pair of ranks arrive in the order of the posts, in any order of the waits."""
     rounds = []
     for index in range(6):
         sends = [(peer, message(comm.rank, peer, index, torch.float32)) for peer in peers(comm)]
@@ -48,92 +48,91 @@ def order_is_kept_with_many_in_flight(comm: Communicator) -> None:
     for index in reversed(range(6)):
         pending, recvs, _ = rounds[index]
         pending.wait()
-        for peer, got in recvs:
-            assert torch.equal(got, message(peer, comm.rank, index, torch.float32)), (index, peer)
+        for peer, received in recvs:
+            expected = message(peer, comm.rank, index, torch.float32)
+            assert torch.equal(received, expected), (index, peer)
 
 
-def several_messages_to_one_peer(comm: Communicator) -> None:
+def three_messages_to_one_peer(comm: Communicator) -> None:
+    if comm.size == 1:
+        return
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     dtypes = (torch.bfloat16, torch.float32, torch.int64)
     sends = [(right, message(comm.rank, right, i, dtype)) for i, dtype in enumerate(dtypes)]
     recvs = [(left, torch.empty(5, dtype=dtype)) for dtype in dtypes]
-    comm.post(
-        "three at once", sends if comm.size > 1 else [], recvs if comm.size > 1 else []
-    ).wait()
-    for index, (_, got) in enumerate(recvs if comm.size > 1 else []):
-        assert torch.equal(got, message(left, comm.rank, index, dtypes[index])), (index, got)
+    comm.post("three messages", sends, recvs).wait()
+    for index, (_, received) in enumerate(recvs):
+        expected = message(left, comm.rank, index, dtypes[index])
+        assert torch.equal(received, expected), (index, received)
 
 
-def small_ones_among_large_ones(comm: Communicator) -> None:
-    """Several of one post to a peer, small and large, of several dtypes: none is mixed up."""
+def small_and_large_messages_in_one_post(comm: Communicator) -> None:
+    """Messages of several sizes and dtypes to one peer: each arrives in its own buffer."""
     sizes = (3, 1 << 17, 0, 5, 1 << 18, 1)
     dtypes = (torch.bfloat16, torch.float32, torch.int64, torch.int64, torch.float16, torch.bool)
-    kinds = list(zip(sizes, dtypes, strict=True))
-    for index in range(2):
-        sends = [
-            (peer, torch.full((size,), comm.rank + peer + at + index).to(dtype))
-            for at, (size, dtype) in enumerate(kinds)
-            for peer in peers(comm)
-        ]
-        recvs = [
-            (peer, torch.zeros(size, dtype=dtype)) for size, dtype in kinds for peer in peers(comm)
-        ]
+    for post in range(2):
+        sends, recvs = [], []
+        for index, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True)):
+            for peer in peers(comm):  # a message is a sum over both ranks: it equals its answer
+                value = comm.rank + peer + index + post
+                sends.append((peer, torch.full((size,), value).to(dtype)))
+                recvs.append((peer, torch.zeros(size, dtype=dtype)))
         pending = comm.post("mixed", sends, recvs)
         pending.wait()
         pending.wait()
-        for (_, got), (_, sent) in zip(recvs, sends, strict=True):  # both are sums of the ranks
-            assert torch.equal(got, sent)
+        for (_, received), (_, expected) in zip(recvs, sends, strict=True):
+            assert torch.equal(received, expected)
 
 
 def large_messages(comm: Communicator) -> None:
-    """Two-way, above any eager limit: nobody may wait for the other's receive."""
+    """In both directions and above any eager limit: no send may wait for the peer's receive."""
     count = 1 << 20
     sends = [(peer, torch.full((count,), float(comm.rank))) for peer in peers(comm)]
     recvs = [(peer, torch.empty(count)) for peer in peers(comm)]
     pending = comm.post("large", sends, recvs)
     pending.poll()
     pending.wait()
-    assert all(bool((got == peer).all()) for peer, got in recvs)
+    assert all(bool((received == peer).all()) for peer, received in recvs)
 
 
 def one_way(comm: Communicator) -> None:
-    """A rank that only sends, one that only receives, and others with nothing to do."""
+    """Rank 0 only sends, rank 1 only receives, the other ranks post nothing."""
     if comm.size == 1:
         return
     sends: list[Message] = [(1, torch.ones(3))] if comm.rank == 0 else []
     recvs: list[Message] = [(0, torch.empty(3))] if comm.rank == 1 else []
     comm.post("one way", sends, recvs).wait()
-    assert all(torch.equal(got, torch.ones(3)) for _, got in recvs)
+    assert all(torch.equal(received, torch.ones(3)) for _, received in recvs)
 
 
-def nothing_to_do(comm: Communicator) -> None:
-    pending = comm.post("nothing", [], [])
+def an_empty_post(comm: Communicator) -> None:
+    pending = comm.post("empty post", [], [])
     pending.poll()
     pending.wait()
     pending.wait()
 
 
 def empty_tensors(comm: Communicator) -> None:
-    """Zero-size tensors are messages too, and do not shift the ones that follow."""
+    """A tensor without elements is a message: later messages are received as usual."""
     sends = [(peer, torch.empty(0, 4)) for peer in peers(comm)]
     recvs = [(peer, torch.empty(0, 4)) for peer in peers(comm)]
     comm.post("empty", sends, recvs).wait()
     exchange(comm, index=3)
 
 
-def shapes_and_slices(comm: Communicator) -> None:
-    """Buffers may be contiguous slices of a larger tensor, and parameters' data."""
-    whole = torch.zeros(comm.size, 2, 3)
-    whole[comm.rank] = comm.rank + 1
-    mine = whole[comm.rank].clone().requires_grad_()
-    recvs = [(peer, whole[peer]) for peer in peers(comm)]
-    comm.post("gather", [(peer, mine) for peer in peers(comm)], recvs).wait()
+def buffers_are_slices_and_leaves(comm: Communicator) -> None:
+    """A receive buffer is a contiguous slice of a tensor; a send buffer requires a gradient."""
+    gathered = torch.zeros(comm.size, 2, 3)
+    gathered[comm.rank] = comm.rank + 1
+    shard = gathered[comm.rank].clone().requires_grad_()
+    recvs = [(peer, gathered[peer]) for peer in peers(comm)]
+    comm.post("gather", [(peer, shard) for peer in peers(comm)], recvs).wait()
     expected = torch.arange(1.0, comm.size + 1).view(-1, 1, 1).expand(-1, 2, 3)
-    assert torch.equal(whole, expected)
+    assert torch.equal(gathered, expected)
 
 
 def views_are_renumbered(comm: Communicator) -> None:
-    """The even and the odd ranks, in descending order, each exchange among themselves."""
+    """Views of the even and of the odd ranks, in descending order: a peer is a rank in the view."""
     ranks = [rank for rank in reversed(range(comm.size)) if rank % 2 == comm.rank % 2]
     view = comm.view(ranks)
     assert (view.size, ranks[view.rank]) == (len(ranks), comm.rank)
@@ -143,18 +142,18 @@ def views_are_renumbered(comm: Communicator) -> None:
 
 
 def bytes_are_counted(comm: Communicator) -> None:
-    """What is sent is counted under its label, also through a view; control messages are not."""
+    """Sent bytes are counted by label, also through a view; those of agreement are not counted."""
     comm.sent.clear()
     exchange(comm, torch.bfloat16)
     exchange(comm.view(list(reversed(range(comm.size)))), torch.bfloat16)
     header = [(peer, torch.ones(1)) for peer in peers(comm)]
-    landing = [(peer, torch.empty(1)) for peer in peers(comm)]
-    comm.post("agreement", header, landing).wait()
+    buffers = [(peer, torch.empty(1)) for peer in peers(comm)]
+    comm.post("agreement", header, buffers).wait()
     assert comm.sent["exchange"] == 2 * 5 * 2 * (comm.size - 1)  # two exchanges of five bfloat16
     assert sum(comm.sent.values()) == comm.sent["exchange"]
 
 
-def made_from_itself(comm: Communicator) -> None:
+def make_comm_returns_a_communicator_unchanged(comm: Communicator) -> None:
     assert make_comm(comm) is comm
 
 
@@ -162,24 +161,24 @@ CHECKS: tuple[Callable[[Communicator], None], ...] = (
     exchange,
     every_dtype,
     order_is_kept_with_many_in_flight,
-    several_messages_to_one_peer,
-    small_ones_among_large_ones,
+    three_messages_to_one_peer,
+    small_and_large_messages_in_one_post,
     large_messages,
     one_way,
-    nothing_to_do,
+    an_empty_post,
     empty_tensors,
-    shapes_and_slices,
+    buffers_are_slices_and_leaves,
     views_are_renumbered,
     bytes_are_counted,
-    made_from_itself,
+    make_comm_returns_a_communicator_unchanged,
 )
 NAMES = tuple(check.__name__ for check in CHECKS)
 
 
 def run_all(comm: Communicator) -> dict[str, str]:
-    """Every check in turn: its name -> the traceback of its failure, where it failed.
+    """Run the checks one after another: {name of the first that fails: its traceback}, or {}.
 
-    A broken exchange leaves messages behind, so what follows a failure is not run.
+    A failed check leaves messages behind, so the later ones are not run.
     """
     for check in CHECKS:
         try:
@@ -190,7 +189,7 @@ def run_all(comm: Communicator) -> dict[str, str]:
 
 
 def skip_a_message(comm: Communicator) -> str:
-    """The last rank sends nothing to rank 0, who says so within the timeout."""
+    """Rank 0 waits for a message that the last rank never sends: its error, "" on other ranks."""
     last = comm.size - 1
     if comm.rank == 0:
         try:

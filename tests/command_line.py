@@ -1,4 +1,4 @@
-"""What tests of the console script share: how to run it, a small model and two hosts."""
+"""What tests of the console script share: a way to run it, a small model and two hosts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(
     capfd: pytest.CaptureFixture[str],
     columns: int = 200,
 ) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `wallfacer ARGS` on a terminal of so many columns."""
+    """(exit code, stdout, stderr) of `wallfacer ARGS` on a terminal with that many columns."""
     monkeypatch.setattr(sys, "argv", ["wallfacer", *args])
     monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit) as caught:

@@ -76,7 +76,7 @@ LONG: dict[str, str] = {
     "tests/cost/test_exact_cost.py": r"those_of_the_programs\[[68]",
     "tests/cli/test_plan.py": r"part_of_many_ranks|through_a_pipe|documents\[32|columns\[more2",
     "tests/cli/test_bench.py": "writes_a_trace",
-    "tests/cli/test_chunk.py": "a_large_model_under_a_budget",
+    "tests/cli/test_chunk.py": "a_large_model_under_a_budget|longest_sequence_within",
     "tests/schedule/test_documents.py": r"are_cut\[64",
     "tests/kernels/test_kernels.py": "long_tiles.*dtype0",
     "tests/autochunk/test_autochunk.py": r"outputs_.*\[(?!gpt2|vit)|torch_compile",

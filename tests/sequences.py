@@ -8,7 +8,7 @@ from tests.dense import dense_attention, largest
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.schedule.mask import make_mask
-from wf_backends.schedule.slices import SLICE_WORDS
+from wf_backends.schedule.slices import SLICE_ARGUMENTS
 
 SEQLEN = 45  # not a multiple of 2, 4, 6 or 8 ranks
 MASKS = (
@@ -58,7 +58,7 @@ def attend(comm, config, heads, kv_heads, mask, expected, topology=None):
     sp = SequenceParallel(SequenceParallelConfig.from_dict(config), comm, topology)
     q, k, v, dout = tensors(heads, kv_heads)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    slices = {key: mask[key] for key in SLICE_WORDS if key in mask}
+    slices = {key: mask[key] for key in SLICE_ARGUMENTS if key in mask}
     shards = (sp.shard(x, **slices) for x in (q, k, v))
     out = sp.unshard(sp.attention(*shards, **mask), **slices)
     actual = gradients(out, dout, q, k, v)

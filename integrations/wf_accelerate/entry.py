@@ -15,7 +15,7 @@ from wf_backends.comm import own_group
 from wf_backends.launch import settle_at_exit
 from wf_transformers import (
     Handle,
-    ModelWords,
+    ModelOptions,
     WholeBatchHooks,
     attach_compared,
     attach_model,
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers.trainer import Trainer
 
-Words = SequenceParallelConfig | Mapping[str, Any]
+Config = SequenceParallelConfig | Mapping[str, Any]
 AVERAGING = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 """accelerate's distributed types that average gradients over all ranks."""
 
 
 def connect(
-    model: nn.Module, accelerator: Accelerator, words: Words, whole_logits: bool = False
+    model: nn.Module, accelerator: Accelerator, config: Config, whole_logits: bool = False
 ) -> Handle:
     """Split the sequences of `model` over the ranks of a job that accelerate runs.
 
@@ -54,7 +54,7 @@ def connect(
     Args:
         model: a Hugging Face model, or a module around one; see `wf_transformers.attach`.
         accelerator: the job's Accelerator, under DDP or FSDP, or in one process.
-        words: a SequenceParallelConfig, or a dict of its keys. The dict may also have the keys
+        config: a SequenceParallelConfig, or a dict of its keys. The dict may also have the keys
             "activation_checkpointing", "autochunk", "latents" and "verify".
         whole_logits: whether a training call with labels returns the logits of the whole batch,
             (b, S, vocabulary) on every rank, instead of those of this rank's tokens.
@@ -63,39 +63,39 @@ def connect(
         The handle; `remove()` undoes all changes.
 
     Raises:
-        ValueError: for a wrong key or value in `words`, a sequence_parallel_size that does not
+        ValueError: for a wrong key or value in `config`, a sequence_parallel_size that does not
             divide the number of ranks, an accelerator that does not count all ranks of the job, or
             has already prepared a model or a loader.
         NotImplementedError: for an engine or a parallelism that cannot be combined with ours, and
             for a model that cannot be split, or whose result on the ranks differs from one rank's.
     """
-    return _connect(model, accelerator, words, whole_logits)
+    return _connect(model, accelerator, config, whole_logits)
 
 
 def _connect(
     model: nn.Module,
     accelerator: Accelerator,
-    words: Words,
+    config: Config,
     whole_logits: bool,
     trl: TrlTrainer | None = None,
 ) -> Handle:
     """Do what `connect` does; `trl` is given if a TRL trainer trains the model."""
-    model_words = ModelWords()
-    if not isinstance(words, SequenceParallelConfig):
-        config_words, model_words = ModelWords.split(words)
-        words = SequenceParallelConfig.from_dict(config_words)
+    model_options = ModelOptions()
+    if not isinstance(config, SequenceParallelConfig):
+        block, model_options = ModelOptions.split(config)
+        config = SequenceParallelConfig.from_dict(block)
     _refuse_accelerator(accelerator, [] if trl is None else trl.evaluated_models)
     if "forward" in vars(model) and not has_fused_head(model):
         raise NotImplementedError(
             f"the forward of this {type(model).__name__} was replaced by {model.forward}, as "
             f"Trainers with a fused loss do: it would compute the loss of this rank's tokens only"
         )
-    sp = SequenceParallel(words, own_group(words.timeout))
+    sp = SequenceParallel(config, own_group(config.timeout))
     settle_at_exit()  # Trainers do not destroy the process group that they started
     hooks_class = WholeBatchHooks if trl is None else LogProbabilityHooks
     add_hooks = partial(hooks_class, model, whole_logits=whole_logits)
     attach = partial(attach_model, model, sp)
-    handle, _ = attach_compared(model_words, model, sp, attach, add_hooks, whole_batches=True)
+    handle, _ = attach_compared(model_options, model, sp, attach, add_hooks, whole_batches=True)
     handle.advice = (
         f"all {sp.size} ranks of a sequence read the same samples: have the Accelerator that was "
         f"connected prepare the loader, or shard the data by rank // {sp.size}"
@@ -106,11 +106,11 @@ def _connect(
     return handle
 
 
-def connect_trainer(trainer: Trainer, words: Words, whole_logits: bool = False) -> Handle:
+def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False) -> Handle:
     """Do what `connect` does for a transformers Trainer or a subclass. Call it before it trains.
 
     Args:
-        words, whole_logits: as in `connect`. Subclasses may need the logits of training calls.
+        config, whole_logits: as in `connect`. Subclasses may need the logits of training calls.
 
     Raises:
         ValueError, NotImplementedError: as `connect`, and for a Trainer that builds a new model
@@ -126,7 +126,7 @@ def connect_trainer(trainer: Trainer, words: Words, whole_logits: bool = False) 
     if not isinstance(trainer.model, nn.Module):
         raise ValueError(f"the Trainer has no model, got {type(trainer.model)}")
     trl = TrlTrainer(trainer) if makes_log_probabilities(trainer) else None
-    handle = _connect(trainer.model, trainer.accelerator, words, whole_logits, trl)
+    handle = _connect(trainer.model, trainer.accelerator, config, whole_logits, trl)
     with handle.removed_on_error():
         if trl is not None:
             trl.connect(handle)

@@ -9,7 +9,7 @@ from typing import Any
 
 from wf_backends import dsp
 from wf_backends._validation import nearest
-from wf_transformers import ModelWords
+from wf_transformers import ModelOptions
 
 KEY = "wallfacer"
 HYBRID = "hybrid"
@@ -42,7 +42,7 @@ def load(path: str | Path) -> dict[str, Any]:
     return config
 
 
-def sequence_parallel_words(config: Mapping[str, Any]) -> dict[str, Any]:
+def sequence_parallel_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the "wallfacer" block without "enabled" and "loss_average".
 
     A block that is not enabled is checked here, and becomes sequence_parallel_size 1. The keys of
@@ -53,16 +53,16 @@ def sequence_parallel_words(config: Mapping[str, Any]) -> dict[str, Any]:
             wrong key or value.
         NotImplementedError: for "loss_average": "token", which only the DeepSpeed integration has.
     """
-    words = dict(config.get(KEY, {}))
-    enabled = words.pop("enabled", KEY in config)
+    block = dict(config.get(KEY, {}))
+    enabled = block.pop("enabled", KEY in config)
     if not isinstance(enabled, bool):
         raise ValueError(f'"{KEY}.enabled" must be true or false, got {json.dumps(enabled)}')
-    if words.pop("loss_average", "sequence") != "sequence":
+    if block.pop("loss_average", "sequence") != "sequence":
         raise NotImplementedError(
             f'"{KEY}.loss_average" can only be "sequence" here: ColossalAI averages over '
             "data parallelism with equal weights"
         )
     if enabled:
-        return words
-    dsp.read_words(ModelWords.split(words)[0])
+        return block
+    dsp.read_block(ModelOptions.split(block)[0])
     return {"sequence_parallel_size": 1}

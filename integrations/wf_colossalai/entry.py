@@ -16,11 +16,11 @@ from wf_backends import SequenceParallelConfig, dsp
 from wf_backends._validation import nearest
 from wf_backends.comm import own_group
 from wf_colossalai.attach import attach, attach_whole
-from wf_colossalai.config import HYBRID, load, sequence_parallel_words
+from wf_colossalai.config import HYBRID, load, sequence_parallel_config
 from wf_colossalai.plugin import WallFacerPlugin
 from wf_colossalai.sequence import PlainSequenceParallel
 from wf_colossalai.table import TABLE, AttentionModule
-from wf_transformers import AUTOCHUNK, Handle, ModelWords, attach_compared, data_parallel
+from wf_transformers import AUTOCHUNK, Handle, ModelOptions, attach_compared, data_parallel
 
 OTHER_PLUGINS: Mapping[str, Any] = MappingProxyType(
     {"torch_ddp": TorchDDPPlugin, "low_level_zero": LowLevelZeroPlugin, "gemini": GeminiPlugin}
@@ -58,23 +58,23 @@ def apply(
             does not divide the group.
         NotImplementedError: for "autochunk".
     """
-    stages, model_words = None, ModelWords()
+    stages, model_options = None, ModelOptions()
     if not isinstance(config, SequenceParallelConfig):
         if AUTOCHUNK in config:
             raise NotImplementedError(
                 f'"{AUTOCHUNK}" is for WallFacerPlugin: GeminiPlugin exchanges parameters under '
                 "every operator, and tiles would miss it"
             )
-        words, model_words = ModelWords.split(config)
-        config, stages = dsp.read_words(words)
+        block, model_options = ModelOptions.split(config)
+        config, stages = dsp.read_block(block)
     sp = PlainSequenceParallel(config, own_group(config.timeout) if group is None else group)
     if stages is None:
         attach_model = partial(attach, model, sp, table)
     else:
-        attach_model = partial(attach_whole, model, sp, stages, model_words.verify)
+        attach_model = partial(attach_whole, model, sp, stages, model_options.verify)
     compares = stages is None  # with DSP the first forward compares
     handle, _ = attach_compared(
-        model_words, model, sp, attach_model, whole_batches=True, compares=compares
+        model_options, model, sp, attach_model, whole_batches=True, compares=compares
     )
     handle.data_parallel_rank, handle.data_parallel_size = data_parallel(sp, group)
     return handle
@@ -104,9 +104,9 @@ def from_config(path: str | Path, model: nn.Module) -> PluginHandle:
     """
     config = load(path)
     options = dict(config.get("colossalai", {}))
-    name, words = options.pop("plugin", HYBRID), sequence_parallel_words(config)
+    name, block = options.pop("plugin", HYBRID), sequence_parallel_config(config)
     if name == HYBRID:
-        plugin = WallFacerPlugin(**words, **options)
+        plugin = WallFacerPlugin(**block, **options)
         return PluginHandle(plugin.handle, plugin, config)
     if name not in OTHER_PLUGINS:
         known = (HYBRID, *OTHER_PLUGINS)
@@ -114,4 +114,4 @@ def from_config(path: str | Path, model: nn.Module) -> PluginHandle:
             f'{path}: "colossalai.plugin" must be one of {", ".join(known)}, got {name!r}'
             f"{nearest(name, known)}"
         )
-    return PluginHandle(apply(model, words), OTHER_PLUGINS[name](**options), config)
+    return PluginHandle(apply(model, block), OTHER_PLUGINS[name](**options), config)

@@ -17,7 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from wf_backends._compile import eager
 from wf_backends.parallel import count_valid
 from wf_colossalai.sequence import plain
-from wf_transformers import Handle, WholeBatchHooks, mask_words
+from wf_transformers import Handle, WholeBatchHooks, mask_arguments
 from wf_transformers.whole_batches.call import Call
 from wf_transformers.whole_batches.custom_loss import INPUTS, custom_loss_reason
 
@@ -69,7 +69,7 @@ class TokenHooks(WholeBatchHooks):
         if isinstance(model, PreTrainedModel):
             return super()._model_kwargs(model, arguments, local)
         taken = {k: v for k, v in local.items() if k in self._names and k != "labels"}
-        return arguments | taken | {"cu_seqlens": None} | mask_words(local)
+        return arguments | taken | {"cu_seqlens": None} | mask_arguments(local)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, Tensor):

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 
 from wf_backends import SequenceParallelConfig, dsp
 from wf_backends.parallel import key_hint
-from wf_colossalai.config import HYBRID, load, sequence_parallel_words
+from wf_colossalai.config import HYBRID, load, sequence_parallel_config
 from wf_colossalai.policy import WallFacerPolicy
 from wf_colossalai.sequence import PlainSequenceParallel
-from wf_transformers import AUTOCHUNK, MODEL_WORDS, Handle, ModelWords
+from wf_transformers import AUTOCHUNK, MODEL_KEYS, Handle, ModelOptions
 
 CONFIG_KEYS = tuple(field.name for field in fields(SequenceParallelConfig))
 REPLACED_ARGUMENTS: Mapping[str, str] = MappingProxyType(
@@ -49,7 +49,7 @@ class WallFacerPlugin(HybridParallelPlugin):
 
     Args:
         tp_size, pp_size: ranks of tensor parallelism, stages of the pipeline.
-        words: the keys of `SequenceParallelConfig` (sequence_parallel_size, route, backward_route,
+        kwargs: the keys of `SequenceParallelConfig` (sequence_parallel_size, route, backward_route,
             backward_moves, ulysses_degree, layout, kernel, ...); activation_checkpointing such as
             {"offload": True}; autochunk such as {"max_memory": "8GB"}; verify (True, False or
             "strict"); and the arguments of ColossalAI's HybridParallelPlugin (zero_stage,
@@ -64,16 +64,16 @@ class WallFacerPlugin(HybridParallelPlugin):
             other plugins support.
     """
 
-    def __init__(self, *, tp_size: int = 1, pp_size: int = 1, **words: Any) -> None:
-        _check_keys(words)
-        words, self._model_words = ModelWords.split(words)
-        if self._model_words.autochunk is not None and (tp_size > 1 or pp_size > 1):
+    def __init__(self, *, tp_size: int = 1, pp_size: int = 1, **kwargs: Any) -> None:
+        _check_keys(kwargs)
+        kwargs, self._model_options = ModelOptions.split(kwargs)
+        if self._model_options.autochunk is not None and (tp_size > 1 or pp_size > 1):
             raise NotImplementedError(
                 f'"{AUTOCHUNK}" with tp_size {tp_size} and pp_size {pp_size}: both must be 1'
             )
-        ours = {key: words.pop(key) for key in CONFIG_KEYS if key in words}
+        ours = {key: kwargs.pop(key) for key in CONFIG_KEYS if key in kwargs}
         config = SequenceParallelConfig.from_dict(ours)
-        options: dict[str, Any] = {"precision": "fp32"} | words
+        options: dict[str, Any] = {"precision": "fp32"} | kwargs
         _check_options(options)
         _check_world(config.sequence_parallel_size, tp_size, pp_size)
         super().__init__(
@@ -106,7 +106,7 @@ class WallFacerPlugin(HybridParallelPlugin):
                 f'{path}: "colossalai.plugin" is {config["colossalai"]["plugin"]!r}; use '
                 "wf_colossalai.from_config(path, model), which makes that plugin"
             )
-        return cls(**sequence_parallel_words(config), **options)
+        return cls(**sequence_parallel_config(config), **options)
 
     def __del__(self) -> None:
         if hasattr(self, "pg_mesh"):  # absent if __init__ raised before it made process groups
@@ -124,28 +124,28 @@ class WallFacerPlugin(HybridParallelPlugin):
         custom_policy = self.custom_policy
         if custom_policy is None:
             self.custom_policy = WallFacerPolicy()
-        self.custom_policy.of_plugin = self.handle, self._model_words
+        self.custom_policy.of_plugin = self.handle, self._model_options
         try:
             return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         finally:
             self.custom_policy = custom_policy
 
 
-def _check_keys(words: dict[str, Any]) -> None:
+def _check_keys(kwargs: dict[str, Any]) -> None:
     """Refuse keyword arguments that are unknown, replaced by ours, or not supported here."""
     theirs = inspect.signature(HybridParallelPlugin.__init__).parameters
     kept = (name for name in theirs if name != "self" and name not in REPLACED_ARGUMENTS)
-    known = [*CONFIG_KEYS, *MODEL_WORDS, *kept]
-    if dsp.KEY in words:
+    known = [*CONFIG_KEYS, *MODEL_KEYS, *kept]
+    if dsp.KEY in kwargs:
         raise NotImplementedError(
             f'"{dsp.KEY}" is not supported by the hybrid plugin; use wf_colossalai.apply, or '
             '"plugin": "torch_ddp", "low_level_zero" or "gemini" in the file'
         )
-    for name, value in words.items():
+    for name, value in kwargs.items():
         if name in REPLACED_ARGUMENTS:
             raise ValueError(f"{name}={value!r}: say it with {REPLACED_ARGUMENTS[name]}")
         if name not in known:
-            raise ValueError(f"unknown word {name!r}{key_hint(name, known)} Known: {known}")
+            raise ValueError(f"unknown argument {name!r}{key_hint(name, known)} Known: {known}")
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

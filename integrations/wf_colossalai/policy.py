@@ -17,7 +17,7 @@ from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_colossalai.attach import attach
 from wf_colossalai.sequence import PlainSequenceParallel
 from wf_colossalai.table import TABLE, AttentionModule, find
-from wf_transformers import Handle, ModelWords, attach_by, verify
+from wf_transformers import Handle, ModelOptions, attach_by, verify
 
 SUPPORTED_MODES = ("ring_attn", "all_to_all")
 
@@ -29,7 +29,7 @@ class WallFacerPolicy(Policy):
     replaces no attention. The class attribute `table` has the known attention modules.
 
     Args:
-        words: a SequenceParallelConfig, or a dict of its keys, which may also have
+        config: a SequenceParallelConfig, or a dict of its keys, which may also have
             "activation_checkpointing" and "verify". sequence_parallel_size may be left out (it is
             the plugin's sp_size). None: the configuration of the WallFacerPlugin.
         native: the policy for tensor and pipeline parallelism. None: ColossalAI's own policy for
@@ -42,13 +42,13 @@ class WallFacerPolicy(Policy):
 
     def __init__(
         self,
-        words: SequenceParallelConfig | Mapping[str, Any] | None = None,
+        config: SequenceParallelConfig | Mapping[str, Any] | None = None,
         native: Policy | None = None,
     ) -> None:
         super().__init__()
         self.native: Any = native
-        self._words = words
-        self.of_plugin: tuple[Handle, ModelWords] | None = None
+        self._config = config
+        self.of_plugin: tuple[Handle, ModelOptions] | None = None
         """The handle and the model options of the WallFacerPlugin that uses this policy."""
         self.handle: Handle | None = None
         """The handle of the boosted model."""
@@ -111,10 +111,10 @@ class WallFacerPolicy(Policy):
 
     def preprocess(self) -> nn.Module:
         """Compare the model on all ranks with the model on one, while every rank has all of it."""
-        self._sp, self._model_words = self._read_words()
+        self._sp, self._model_options = self._read_config()
         attach_model = partial(attach, self.model, self._sp, self.table)
-        attach_model = self._model_words.attaching(self.model, attach_model)
-        verify(self.model, self._sp, attach_model, self._model_words.verify, whole_batches=True)
+        attach_model = self._model_options.attaching(self.model, attach_model)
+        verify(self.model, self._sp, attach_model, self._model_options.verify, whole_batches=True)
         return self.native.preprocess()
 
     def module_policy(self) -> dict[Any, ModulePolicyDescription]:
@@ -137,31 +137,32 @@ class WallFacerPolicy(Policy):
         config, stages = self.shard_config, self.pipeline_stage_manager
         splits_logits = config.enable_tensor_parallelism and config.parallel_output
         group = config.tensor_parallel_process_group if splits_logits else None
-        words = self._model_words
+        options = self._model_options
         is_whole = stages is None and not config.enable_tensor_parallelism
         attach_model = partial(attach, self.model, self._sp, self.table, group, stages)
-        attach_model = words.attaching(self.model, attach_model)
-        self.handle, _ = attach_by(words, self.model, self._sp, attach_model, compares=is_whole)
-        if self._words is None and self.of_plugin is not None:
+        attach_model = options.attaching(self.model, attach_model)
+        self.handle, _ = attach_by(options, self.model, self._sp, attach_model, compares=is_whole)
+        if self._config is None and self.of_plugin is not None:
             self.of_plugin[0].undo.push(self.handle.undo)
         return self.model
 
-    def _read_words(self) -> tuple[SequenceParallel, ModelWords]:
-        """Return the sequence parallelism and the model options, of `words` or of the plugin."""
-        words, size = self._words, self.shard_config.sequence_parallel_size
-        if words is None and self.of_plugin is not None:
+    def _read_config(self) -> tuple[SequenceParallel, ModelOptions]:
+        """Return the sequence parallelism and the model options, of `config` or of the plugin."""
+        config, size = self._config, self.shard_config.sequence_parallel_size
+        if config is None and self.of_plugin is not None:
             return self.of_plugin[0].sp, self.of_plugin[1]
-        if isinstance(words, SequenceParallelConfig):
-            words = words.to_dict()
-        words, model_words = ModelWords.split({"sequence_parallel_size": size} | dict(words or {}))
-        if words["sequence_parallel_size"] != size:
+        if isinstance(config, SequenceParallelConfig):
+            config = config.to_dict()
+        block = {"sequence_parallel_size": size} | dict(config or {})
+        block, model_options = ModelOptions.split(block)
+        if block["sequence_parallel_size"] != size:
             raise ValueError(
-                f"sequence_parallel_size {words['sequence_parallel_size']} of the policy must be "
+                f"sequence_parallel_size {block['sequence_parallel_size']} of the policy must be "
                 f"the plugin's sp_size {size}; leave it out"
             )
-        config = SequenceParallelConfig.from_dict(words)
+        config = SequenceParallelConfig.from_dict(block)
         sp = PlainSequenceParallel(config, self.shard_config.sequence_parallel_process_group)
-        return sp, model_words
+        return sp, model_options
 
     def get_held_layers(self) -> list[nn.Module]:
         return self.native.get_held_layers()

@@ -21,7 +21,7 @@ import hjson
 from wf_backends import SequenceParallelConfig, dsp
 from wf_backends.dsp import Stages
 from wf_backends.parallel import key_hint
-from wf_transformers import MODEL_WORDS, ModelWords
+from wf_transformers import MODEL_KEYS, ModelOptions
 
 KEY = "wallfacer"
 MAX_VALUE_LENGTH = 200  # characters of a value in an error
@@ -56,7 +56,7 @@ class Block:
     sequence_parallel: SequenceParallelConfig
     loss_average: LossAverage = "sequence"
     dsp: Stages | None = None
-    model: ModelWords = ModelWords()
+    model: ModelOptions = ModelOptions()
 
 
 def load_config(config: Any) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
         raise ValueError(f'"{KEY}" must be a block {{...}}, got {_as_json(block)}')
     engine_keys = ("enabled", "loss_average")
     config_keys = (field.name for field in fields(SequenceParallelConfig))
-    known = (*engine_keys, dsp.KEY, *MODEL_WORDS, *config_keys)
+    known = (*engine_keys, dsp.KEY, *MODEL_KEYS, *config_keys)
     for key in block:
         if key not in known:
             raise ValueError(
@@ -137,8 +137,8 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
     average = block.get("loss_average", "sequence")
     if average not in get_args(LossAverage):
         raise ValueError(f'"{KEY}.loss_average" must be "sequence" or "token", got {average!r}')
-    others, model = ModelWords.split({k: v for k, v in block.items() if k not in engine_keys})
-    sequence_parallel, stages = dsp.read_words(others)
+    others, model = ModelOptions.split({k: v for k, v in block.items() if k not in engine_keys})
+    sequence_parallel, stages = dsp.read_block(others)
     if stages is not None and average != "sequence":
         raise ValueError(
             f'"{KEY}.loss_average": "{average}" contradicts "{KEY}.{dsp.KEY}", under which the '

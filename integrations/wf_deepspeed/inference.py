@@ -14,7 +14,7 @@ from wf_backends._validation import nearest
 from wf_backends.autochunk import autochunk
 from wf_backends.hetegen import Handle, dispatch_model
 from wf_deepspeed.config import KEY, load_config
-from wf_transformers import AUTOCHUNK, ModelWords, TrainingBudget
+from wf_transformers import AUTOCHUNK, ModelOptions, TrainingBudget
 
 HETEGEN = "hetegen"
 HETEGEN_KEYS = ("max_memory", "alpha", "pin_memory", "prefetch", "batch", "prompt")
@@ -84,7 +84,7 @@ def init_inference(
         return deepspeed.init_inference(model, deepspeed_config)
     block = loaded[KEY]
     _check_block(block)
-    budget = ModelWords.split(block)[1].autochunk
+    budget = ModelOptions.split(block)[1].autochunk
     if HETEGEN not in block:
         engine = deepspeed.init_inference(model, deepspeed_config)
         if budget is not None:

@@ -15,20 +15,20 @@ from wf_transformers.attach import (
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.checkpoints import CHECKPOINTING, Checkpointing
 from wf_transformers.comparison.verify import VERIFY, verify
-from wf_transformers.documents import MASK_WORDS, mask_words
+from wf_transformers.documents import MASK_ARGUMENTS, mask_arguments
 from wf_transformers.entry import apply, attach, attach_model, connect, connect_any
 from wf_transformers.families.media import shard_media
 from wf_transformers.families.stacks import shard_between
 from wf_transformers.folder import model_from_folder
 from wf_transformers.handle import Handle, data_parallel
 from wf_transformers.models import head_of, outermost
+from wf_transformers.options import MODEL_KEYS, ModelOptions, attach_by, attach_compared
 from wf_transformers.registry import register
 from wf_transformers.replace import InPlaceOfTorchAttention, temporarily_replace
 from wf_transformers.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
 from wf_transformers.whole_batches.hooks import WholeBatchHooks
 from wf_transformers.whole_batches.loaders import counted_by_group
 from wf_transformers.whole_batches.trainer import compared_first, counted_once, loss_only
-from wf_transformers.words import MODEL_WORDS, ModelWords, attach_by, attach_compared
 
 __all__ = [
     "AUTOCHUNK",
@@ -36,9 +36,9 @@ __all__ = [
     "Checkpointing",
     "Handle",
     "InPlaceOfTorchAttention",
-    "MASK_WORDS",
-    "MODEL_WORDS",
-    "ModelWords",
+    "MASK_ARGUMENTS",
+    "MODEL_KEYS",
+    "ModelOptions",
     "TrainingBudget",
     "VERIFY",
     "WholeBatchHooks",
@@ -59,7 +59,7 @@ __all__ = [
     "forward_kwargs",
     "head_of",
     "loss_only",
-    "mask_words",
+    "mask_arguments",
     "model_from_folder",
     "outermost",
     "plan_tiles",

@@ -25,7 +25,7 @@ from wf_transformers.calls import (
     takes_any_keyword,
     tokens_of,
 )
-from wf_transformers.documents import MASK_WORDS, mask_words
+from wf_transformers.documents import MASK_ARGUMENTS, mask_arguments
 from wf_transformers.families.experts import RouterLoss, has_router_loss
 from wf_transformers.families.media import hook_media, language_model, media_of
 from wf_transformers.families.mixing import has_mixers, refuse_unspreadable, spread_mixers
@@ -214,7 +214,7 @@ def _check_inner_models(model: PreTrainedModel, handle: Handle) -> None:
 
 def without_documents(_: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:
     """The keyword arguments of a call without documents and slices, for models without these."""
-    return {key: value for key, value in kwargs.items() if key not in MASK_WORDS}
+    return {key: value for key, value in kwargs.items() if key not in MASK_ARGUMENTS}
 
 
 def scope_documents(
@@ -233,7 +233,7 @@ def scope_documents(
     attention = handle.attention
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[Any, Kwargs]:
-        attention.documents.push(mask_words(kwargs))  # before any error: `leave` always runs
+        attention.documents.push(mask_arguments(kwargs))  # before any error: `leave` always runs
         attention.was_called = False
         return args, change(args, kwargs)
 

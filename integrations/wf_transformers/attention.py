@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_backends.comm import Shared
-from wf_backends.schedule import SLICE_WORDS
+from wf_backends.schedule import SLICE_ARGUMENTS
 from wf_transformers.calls import ON_ONE_PROCESS
 from wf_transformers.documents import Documents
 from wf_transformers.masks import MaskCheck, padding_of
@@ -144,7 +144,7 @@ class Attention(Shared):
         if stack_role is None:
             self._check_mask(mask, causal, _mask_window(module, window))
             documents = self.documents.current(kwargs)
-            if SLICE_WORDS[0] in documents:
+            if SLICE_ARGUMENTS[0] in documents:
                 _refuse_window(module, window)
                 return {**documents}
             window = window or (-1, -1)

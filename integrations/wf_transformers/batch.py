@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wf_backends.parallel import at_least_one
 from wf_transformers.attach import is_applied
 from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
-from wf_transformers.documents import mask_words
+from wf_transformers.documents import mask_arguments
 from wf_transformers.families.experts import ROUTER_MASK, has_router_loss
 from wf_transformers.families.mixing import refuse_missing_apply, refuse_unspreadable
 from wf_transformers.families.stacks import is_cut_inside
@@ -56,7 +56,7 @@ def forward_kwargs(
     if causal:
         mask = None if builds_masks(model) else _placeholder_mask(model, local_batch)
         kwargs |= {"attention_mask": mask, "use_cache": False}
-    elif "attention_mask" in local_batch and not mask_words(local_batch):
+    elif "attention_mask" in local_batch and not mask_arguments(local_batch):
         raise ValueError(
             "attention_mask gives samples of different lengths, and padding would be seen by full "
             "attention: give samples of one length, one sample, or pack them as documents"
@@ -64,7 +64,7 @@ def forward_kwargs(
     _refuse_unspreadable(model)
     if any(has_router_loss(inner) and is_applied(inner) for inner in outermost(model)):
         kwargs |= {ROUTER_MASK: local_batch.get("attention_mask")}
-    if (mask_kwargs := mask_words(kwargs)) and not _documents_reach_attention(model):
+    if (mask_kwargs := mask_arguments(kwargs)) and not _documents_reach_attention(model):
         raise ValueError(
             f"{type(model).__name__} of transformers {transformers.__version__} does not hand "
             f"{next(iter(mask_kwargs))} down to attention; call wf_transformers.apply(model, sp) "

@@ -33,7 +33,7 @@ class Checkpointing:
     """Whether these inputs are kept in host memory."""
 
     @classmethod
-    def from_words(cls, options: Any) -> Checkpointing:
+    def from_dict(cls, options: Any) -> Checkpointing:
         """From the value of "activation_checkpointing".
 
         Raises:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from wf_backends.parallel import MASK_WORDS, mask_words
+from wf_backends.parallel import MASK_ARGUMENTS, mask_arguments
 
 MaskKwargs = Mapping[str, Any]
 NO_DOCUMENTS: MaskKwargs = MappingProxyType({})
@@ -99,8 +99,8 @@ class Documents:
         Raises:
             ValueError: if earlier calls had documents, and this call is in no scope and has none.
         """
-        if any(key in kwargs for key in MASK_WORDS):
-            return mask_words(kwargs)
+        if any(key in kwargs for key in MASK_ARGUMENTS):
+            return mask_arguments(kwargs)
         if self.running:
             return self.running.mask_kwargs
         if self.used:

@@ -24,8 +24,8 @@ from wf_transformers.families.mixing import refuse_mixing
 from wf_transformers.families.table import modules_without_registry
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost, refuse_virtual_tokens
+from wf_transformers.options import LATENTS, ModelOptions, attach_compared
 from wf_transformers.registry import registered_for
-from wf_transformers.words import LATENTS, ModelWords, attach_compared
 
 
 def attach(
@@ -58,7 +58,7 @@ def attach(
     block: dict[str, Any] = {VERIFY: verify, LATENTS: latents}
     if activation_checkpointing is not None:
         block[CHECKPOINTING] = activation_checkpointing
-    _, options = ModelWords.split(block)
+    _, options = ModelOptions.split(block)
     return attach_compared(options, model, sp, partial(attach_model, model, sp))[0]
 
 

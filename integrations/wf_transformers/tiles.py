@@ -37,7 +37,7 @@ class TrainingBudget:
     """Tokens of the longest whole sequence. None: the model's `max_position_embeddings`."""
 
     @classmethod
-    def from_words(cls, options: Any) -> TrainingBudget:
+    def from_dict(cls, options: Any) -> TrainingBudget:
         """From the value of "autochunk".
 
         Raises:

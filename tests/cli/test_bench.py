@@ -1,4 +1,4 @@
-"""`wallfacer bench`: candidates on the running job, predicted beside measured."""
+"""`wallfacer bench`: runs candidate plans on the job, and compares predicted and measured times."""
 
 from __future__ import annotations
 
@@ -18,111 +18,119 @@ from wf_backends.cluster import Timer
 from wf_backends.cluster.presets import load
 from wf_backends.cluster.topology import KernelRate, from_dict
 from wf_backends.comm import Communicator
+from wf_backends.planner.explanation import scheme
 from wf_backends.planner.plan import Request
 from wf_backends.planner.search import all_plans
-from wf_backends.planner.words import scheme
 
 
-def test_bench_runs_candidates_and_keeps_the_topology(wallfacer, tmp_path: Path) -> None:
-    """One process alone: no links, but kernels, the cache and the table."""
-    args = ["--cache-dir", str(tmp_path), "--seqlen", "512", "--repeats", "1", "--json"]
-    code, out, _ = wallfacer("bench", *args)
-    told = json.loads(out)
-    assert code == 0
-    assert [plan["config"]["sequence_parallel_size"] for plan in told["plans"]] == [1]
-    assert all(plan["measured_s"] > 0 for plan in told["plans"])
+def test_bench_measures_candidates_and_keeps_the_topology(wallfacer_json, tmp_path: Path) -> None:
+    """In one process: there are no links, but kernels are measured and the cache is written."""
+    args = ["bench", "--cache-dir", str(tmp_path), "--seqlen", "512", "--repeats", "1"]
+    result = wallfacer_json(*args)
+    assert [plan["config"]["sequence_parallel_size"] for plan in result["plans"]] == [1]
+    assert all(plan["measured_s"] > 0 for plan in result["plans"])
     (kept,) = tmp_path.iterdir()
-    assert json.loads(kept.read_text()) == told["topology"]
-    assert json.loads(wallfacer("bench", *args)[1])["topology"] == told["topology"]
+    assert json.loads(kept.read_text()) == result["topology"]
+    assert wallfacer_json(*args)["topology"] == result["topology"]
 
 
-def test_bench_cuts_a_preset_to_the_job_and_predicts_by_a_known_rate(wallfacer) -> None:
-    args = ["bench", "--seqlen", "256", "--repeats", "1", "--topology"]
-    told = json.loads(wallfacer(*args, "one-host", "--kernel", "reference", "--json")[1])
-    assert told["topology"]["ranks_per_host"] == 1 and told["topology"]["memory_gib"] == 8
-    assert (told["rate_of"], told["fastest"]["kernel"]) == ("sdpa", "reference")
-    code, out, _ = wallfacer(*args, "h100-8x400g", "--kernel", "reference")
-    said = " ".join(out.split())
-    assert code == 0 and "by the rate of flash: the topology has none of reference" in said
+def test_bench_reduces_a_preset_to_the_size_of_the_job(wallfacer, wallfacer_json) -> None:
+    """The presets have no rate of the reference kernel: that of another kernel is used."""
+    args = ["bench", "--seqlen", "256", "--repeats", "1", "--kernel", "reference", "--topology"]
+    result = wallfacer_json(*args, "one-host")
+    assert result["topology"]["ranks_per_host"] == 1 and result["topology"]["memory_gib"] == 8
+    assert (result["rate_of"], result["fastest"]["kernel"]) == ("sdpa", "reference")
+    code, out, _ = wallfacer(*args, "h100-8x400g")
+    message = "by the rate of flash: the topology has none of reference"
+    assert code == 0 and message in " ".join(out.split())
 
 
-def test_bench_predicts_by_the_rate_of_the_kernel_named() -> None:
+def test_bench_predicts_by_the_rate_of_the_named_kernel_if_there_is_one() -> None:
     from wf_backends.cli.bench import heading, priced
 
-    topology = load(TWO_HOSTS)
-    both = replace(topology, kernels=(*topology.kernels, ("reference", KernelRate(1e6, 1e6))))
-    slow = Request(both, Model(8, 2, 64, 8192, kernel="reference").workload())
-    assert priced(slow) == slow and "rate" not in heading(slow)
-    assert priced(replace(slow, topology=topology)).workload.kernel == "sdpa"
+    without_rate = load(TWO_HOSTS)
+    kernels = (*without_rate.kernels, ("reference", KernelRate(1e6, 1e6)))
+    with_rate = replace(without_rate, kernels=kernels)
+    request = Request(with_rate, Model(8, 2, 64, 8192, kernel="reference").workload())
+    assert priced(request) == request and "rate" not in heading(request)
+    assert priced(replace(request, topology=without_rate)).workload.kernel == "sdpa"
 
 
 def test_bench_writes_a_trace(wallfacer, tmp_path: Path) -> None:
     args = ["--cache-dir", str(tmp_path), "--seqlen", "256", "--repeats", "1"]
     path = tmp_path / "trace.json"
     code, _, _ = wallfacer("bench", *args, "--trace", str(path))
+    assert code == 0
     events = json.loads((tmp_path / "trace-rank0.json").read_text())["traceEvents"]
     names = {event.get("name", "") for event in events}
-    assert (
-        code == 0 and {"wallfacer plan Ring Attention", "wallfacer compute forward step 0"} <= names
-    )
-    code, _, said = wallfacer("bench", *args, "--trace", str(tmp_path / "trace.txt"))
-    assert code == 2 and "--trace must end in .json" in said
+    assert {"wallfacer plan Ring Attention", "wallfacer compute forward step 0"} <= names
+    code, _, err = wallfacer("bench", *args, "--trace", str(tmp_path / "trace.txt"))
+    assert code == 2 and "--trace must end in .json" in err
 
 
-def test_bench_compares_with_the_ring() -> None:
+def test_the_ring_is_added_to_the_fastest_plans_if_it_is_not_among_them() -> None:
     from wf_backends.cli.bench import with_ring
 
     request = Request(load(TWO_HOSTS), Model(8, 2, 64, 8192).workload())
     plans = all_plans(request)
-    chosen = with_ring(plans, request, 2)
-    assert chosen[:2] == plans[:2] and len(chosen) == 3
-    assert (chosen[2].choice.degree, str(chosen[2].choice.forward)) == (1, "ring")
-    assert str(chosen[2].choice.backward) == "ring" and chosen[2].choice.moves == "keys"
-    assert with_ring(chosen[2:], request, 1) == chosen[2:]
+    candidates = with_ring(plans, request, 2)
+    assert candidates[:2] == plans[:2] and len(candidates) == 3
+    ring = candidates[2].choice
+    assert (ring.degree, str(ring.forward), str(ring.backward)) == (1, "ring", "ring")
+    assert ring.moves == "keys"
+    assert with_ring(candidates[2:], request, 1) == candidates[2:]
 
 
 @pytest.mark.parametrize("share", [0.999, 1.0])
-def test_bench_runs_nothing_over_the_memory(share: float) -> None:
-    """Not even the ring, however few candidates are left."""
+def test_no_plan_above_the_memory_limit_is_run_not_even_the_ring(share: float) -> None:
+    """The limit is `share` of the ring's memory."""
     from wf_backends.cli.bench import with_ring
 
-    asked = Request(load("one-host", 4), Model(2, 2, 64, 8192).workload())
-    ring = with_ring(all_plans(asked), asked, 2)[-1]
-    request = replace(asked, memory_bytes=share * ring.cost.memory_bytes)
-    chosen = with_ring(all_plans(request), request, 1000)
-    assert all(plan.cost.memory_bytes <= request.memory_limit for plan in chosen)
-    assert (ring.choice in [plan.choice for plan in chosen]) == (share == 1.0)
-    assert 0 < len(chosen) < len(all_plans(request))
-    none = replace(asked, memory_bytes=1.0)
+    unlimited = Request(load("one-host", 4), Model(2, 2, 64, 8192).workload())
+    ring = with_ring(all_plans(unlimited), unlimited, 2)[-1]
+    request = replace(unlimited, memory_bytes=share * ring.cost.memory_bytes)
+    candidates = with_ring(all_plans(request), request, 1000)
+    assert all(plan.cost.memory_bytes <= request.memory_limit for plan in candidates)
+    assert (ring.choice in [plan.choice for plan in candidates]) == (share == 1.0)
+    assert 0 < len(candidates) < len(all_plans(request))
+
+
+def test_bench_is_refused_if_no_plan_fits_the_memory_limit() -> None:
+    from wf_backends.cli.bench import with_ring
+
+    request = Request(load("one-host", 4), Model(2, 2, 64, 8192).workload(), memory_bytes=1.0)
     with pytest.raises(ValueError, match="no plan fits the memory limit"):
-        with_ring(all_plans(none), none, 2)
+        with_ring(all_plans(request), request, 2)
 
 
-def run_on(comm: Communicator, topology: dict) -> list[frozenset[str]]:
-    """What the plans of `bench` send to trade heads for tokens, on ranks as threads."""
+def run_six_plans(comm: Communicator, topology: dict) -> list[tuple[int, bool]]:
+    """(Ulysses degree, whether heads were exchanged) of 6 plans, run by the `bench` command.
+
+    The plans are placed otherwise than in rank order, or have a degree above 1.
+    """
     from wf_backends.cli.bench import draw_inputs, prepare
 
-    model, found = Model(8, 8, 8, 256, dtype="float32"), []
+    model = Model(8, 8, 8, 256, dtype="float32")
     inputs = partial(draw_inputs, model, comm.rank, torch.device("cpu"))
-    request = Request(from_dict(topology), model.workload())
-    for plan in [
-        p for p in all_plans(request) if not p.choice.in_rank_order or p.choice.degree > 1
-    ][:6]:
+    plans = all_plans(Request(from_dict(topology), model.workload()))
+    plans = [p for p in plans if not p.choice.in_rank_order or p.choice.degree > 1]
+    ran = []
+    for plan in plans[:6]:
         comm.sent.clear()
         prepare(plan, model, comm, inputs)()
-        found.append(frozenset(label for label in comm.sent if "ulysses" in label))
-        assert bool(found[-1]) == (plan.choice.degree > 1)
-    return found
+        ran.append((plan.choice.degree, any("ulysses" in label for label in comm.sent)))
+    return ran
 
 
 def test_bench_runs_placements_and_degrees_through_the_config() -> None:
     topology = load("a100-4x-100gbe", 4).to_dict()
-    for results in run_threads(4, run_on, topology):
-        assert len(results) == 6
+    for ran in run_threads(4, run_six_plans, topology):
+        assert len(ran) == 6
+        assert all(exchanged == (degree > 1) for degree, exchanged in ran)
 
 
-def in_turns(comm: Communicator) -> list[str]:
-    """The order in which `bench` runs two plans: once for their buffers, then three times each."""
+def order_of_runs(comm: Communicator) -> list[str]:
+    """The order in which `bench` runs two plans: one warm-up and three repeats of each."""
     from wf_backends.cli.bench import run
 
     ran = list[str]()
@@ -131,21 +139,21 @@ def in_turns(comm: Communicator) -> list[str]:
     return ran
 
 
-def test_plans_take_turns() -> None:
-    """What the machine does at first, or for a while, is on all of them."""
-    assert run_threads(2, in_turns) == [["a", "b"] * 4] * 2
+def test_runs_of_the_plans_alternate() -> None:
+    """So that a disturbance of the machine slows all plans, not one."""
+    assert run_threads(2, order_of_runs) == [["a", "b"] * 4] * 2
 
 
-def test_bench_says_what_was_fastest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_prints_the_fastest_plan_as_a_config(capsys: pytest.CaptureFixture[str]) -> None:
     from wf_backends.cli.bench import show
 
     request = Request(load(TWO_HOSTS), Model(8, 2, 64, 8192).workload())
     plans = all_plans(request)[:3]
     show(plans, [0.3, 0.1, 0.2], request, as_json=False)
-    said = capsys.readouterr().out
-    assert f"Fastest here: {scheme(plans[1], 8)}. The" in said
-    words = json.loads(said[said.index("{") :])
-    assert words == plans[1].choice.to_config(8, "zigzag")
-    assert not SequenceParallelConfig.from_dict(words).leaves_open
+    out = capsys.readouterr().out
+    assert f"Fastest here: {scheme(plans[1], 8)}. The" in out
+    config = json.loads(out[out.index("{") :])
+    assert config == plans[1].choice.to_config(8, "zigzag")
+    assert not SequenceParallelConfig.from_dict(config).leaves_open
     show(plans, [0.3, 0.1, 0.2], request, as_json=True)
-    assert json.loads(capsys.readouterr().out)["fastest"] == words
+    assert json.loads(capsys.readouterr().out)["fastest"] == config

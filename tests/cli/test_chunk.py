@@ -1,4 +1,4 @@
-"""`wallfacer chunk`: the memory of a model's activations, from its configuration alone."""
+"""`wallfacer chunk`: AutoChunk's plan for a model, from its configuration without weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wf_backends.cli import readers  # noqa: E402
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A model of a few layers with 70 billion parameters' width, and no weights."""
+    """The config of a Llama as wide as that of 70 billion parameters, with two layers."""
     value = "wf_transformers.skeleton:skeleton"
     point = EntryPoint("transformers", value, command.SKELETONS)
     monkeypatch.setattr(readers, "entry_points", lambda group: [point])
@@ -34,23 +34,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_large_model_under_a_budget(wallfacer, folder: str, tmp_path: Path) -> None:
-    words = ("chunk", "--model", folder, "--seqlen", "16384", "--max-memory", "2GB")
     picture = tmp_path / "memory.png"
-    code, out, err = wallfacer(*words, "--picture", str(picture))
+    args = ("--seqlen", "16384", "--max-memory", "2GB", "--picture", str(picture))
+    code, out, err = wallfacer("chunk", "--model", folder, *args)
     assert code == 0, err
     assert "3.6" in out.split("->")[0] and "model.layers.0.mlp and 1 alike" in out
     assert "model.layers.*.mlp.act_fn" in out
     assert picture.stat().st_size > 0
 
-    words = ("chunk", "--model", folder, "--seqlen", "2048", "--max-memory", "250MB")
-    code, out, err = wallfacer(*words, "--layers", "1", "--json", "--longest")
-    plan = json.loads(out)
+
+def test_the_longest_sequence_within_a_budget(wallfacer_json, folder: str) -> None:
+    args = ("--seqlen", "2048", "--layers", "1", "--max-memory", "250MB", "--longest")
+    plan = wallfacer_json("chunk", "--model", folder, *args)
     assert plan["peak"] <= 250e6 < plan["peak_before"]
-    assert plan["longest_sequence"] == 3072  # on every machine: by a GPU's rates
+    assert plan["longest_sequence"] == 3072  # the same on every machine: by the rates of a GPU
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (("--seqlen", "0"), "--seqlen must be at least 1"),
         (("--seqlen", "8", "--max-memory", "much"), "max_memory must be a number of bytes"),
@@ -67,51 +68,56 @@ def test_a_large_model_under_a_budget(wallfacer, folder: str, tmp_path: Path) ->
         ),
     ],
 )
-def test_bad_words(wallfacer, folder: str, words: tuple[str, ...], message: str) -> None:
-    code, _, err = wallfacer("chunk", "--model", folder, *words)
+def test_bad_options_are_refused(
+    wallfacer, folder: str, args: tuple[str, ...], message: str
+) -> None:
+    code, _, err = wallfacer("chunk", "--model", folder, *args)
     assert code == 2
     assert message in err
 
 
-def test_the_closest_plan_is_none_that_needs_more_than_the_model(wallfacer, folder: str) -> None:
-    """Slices of a small model may take more than they save."""
+def change_config(folder: str, **changes: object) -> None:
     path = Path(folder) / "config.json"
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "vocab_size": 128, "head_dim": 16}
-    sizes |= {"torch_dtype": "float32"}
-    path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
-    words = ("chunk", "--model", folder, "--seqlen", "4096", "--max-memory", "100kB")
-    code, _, err = wallfacer(*words)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_the_closest_plan_never_needs_more_than_the_unchunked_model(wallfacer, folder: str) -> None:
+    """In a model this small, slices may cost more memory than they save."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
+    change_config(folder, torch_dtype="float32", **heads, **sizes)
+    args = ("--seqlen", "4096", "--max-memory", "100kB")
+    code, _, err = wallfacer("chunk", "--model", folder, *args)
     closest, unchunked = map(int, re.findall(r"(?:needs|unchunked:) (\d+)", err))
     assert code == 2 and closest <= unchunked
 
 
-@pytest.mark.parametrize("words", [("--max-memory", "1.5"), ("--max-slowdown", "-1")])
-def test_a_budget_is_refused_before_the_model_is_read(
-    wallfacer, folder, monkeypatch, words
+@pytest.mark.parametrize("args", [("--max-memory", "1.5"), ("--max-slowdown", "-1")])
+def test_a_bad_budget_is_refused_before_the_model_is_read(
+    wallfacer, folder, monkeypatch, args
 ) -> None:
     monkeypatch.setattr(command, "call_reader", lambda *_: pytest.fail("work has begun"))
-    code, _, err = wallfacer("chunk", "--model", folder, "--seqlen", "8", *words)
-    assert code == 2 and f"got {float(words[1])}" in err
+    code, _, err = wallfacer("chunk", "--model", folder, "--seqlen", "8", *args)
+    assert code == 2 and f"got {float(args[1])}" in err
 
 
-def test_a_share_of_the_memory_is_drawn_as_a_budget(wallfacer, folder, monkeypatch) -> None:
-    drawn = list[int]()
-    monkeypatch.setattr(command, "draw_memory", lambda _, limit, *__: drawn.append(limit))
-    words = ("--seqlen", "2048", "--layers", "1", "--max-memory", "0.9", "--picture", "a.png")
-    code, out, err = wallfacer("chunk", "--model", folder, *words, "--json")
-    assert code == 0, err
-    assert drawn == [int(0.9 * json.loads(out)["peak_before"])]
+def test_the_picture_shows_a_share_of_the_memory_as_a_budget_in_bytes(
+    wallfacer_json, folder, monkeypatch
+) -> None:
+    limits = list[int]()
+    monkeypatch.setattr(command, "draw_memory", lambda _, limit, *__: limits.append(limit))
+    args = ("--seqlen", "2048", "--layers", "1", "--max-memory", "0.9", "--picture", "a.png")
+    plan = wallfacer_json("chunk", "--model", folder, *args)
+    assert limits == [int(0.9 * plan["peak_before"])]
 
 
-def test_a_config_that_transformers_cannot_use(wallfacer, folder: str) -> None:
-    path = Path(folder) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": 0}))
+def test_an_error_of_transformers_names_the_model(wallfacer, folder: str) -> None:
+    change_config(folder, num_attention_heads=0)
     code, _, err = wallfacer("chunk", "--model", folder, "--seqlen", "8")
     assert code == 2 and f"wallfacer: --model {folder}: ZeroDivisionError: " in err
 
 
-def test_a_folder_without_a_model(wallfacer, tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(wallfacer, tmp_path: Path) -> None:
     code, _, err = wallfacer("chunk", "--model", str(tmp_path), "--seqlen", "8")
     assert code == 2
     assert "there is no config.json" in err

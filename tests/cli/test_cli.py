@@ -1,4 +1,4 @@
-"""The console script: exit codes, help, what it says to bad input, doctor and bench-links."""
+"""The console script: exit codes, help, messages about bad input, doctor and bench-links."""
 
 from __future__ import annotations
 
@@ -15,50 +15,57 @@ from wf_backends.cli.options import Model
 from wf_backends.cluster.measure_links import nearest_divisor
 from wf_backends.cluster.presets import load
 from wf_backends.cluster.topology import from_dict
+from wf_backends.planner.explanation import milliseconds
 from wf_backends.planner.plan import Request
 from wf_backends.planner.search import all_plans
-from wf_backends.planner.words import milliseconds
 
 
-def test_doctor_finds_the_core_working(wallfacer) -> None:
+def test_doctor_reports_that_the_core_works(wallfacer) -> None:
     code, out, _ = wallfacer("doctor", "--json")
     findings = {finding["name"]: finding for finding in json.loads(out)}
     assert code == 0
     for name in ("torch", "kernel reference", "threads", "gloo"):
         assert findings[name]["works"], findings[name]
-    assert all(f["what"] for f in findings.values())
+    assert all(finding["what"] for finding in findings.values())
     assert wallfacer("doctor")[0] == 0
 
 
-def test_what_others_wrote_is_no_markup(wallfacer, tmp_path: Path, capfd, monkeypatch) -> None:
+def test_brackets_of_a_finding_are_not_read_as_markup(wallfacer, monkeypatch) -> None:
     from wf_backends.cli import doctor
-    from wf_backends.cli.bench import show
     from wf_backends.cluster import Finding
 
-    found = [Finding("x", False, "[/y]", "pip install 'wallfacer[cli]'")]
-    monkeypatch.setattr(doctor, "check_up", lambda: found)
-    told = wallfacer("doctor")[1]
-    assert "'wallfacer[cli]'" in told and "[/y]" in told
+    finding = Finding("x", False, "[/y]", "pip install 'wallfacer[cli]'")
+    monkeypatch.setattr(doctor, "check_up", lambda: [finding])
+    out = wallfacer("doctor")[1]
+    assert "'wallfacer[cli]'" in out and "[/y]" in out
+
+
+def test_brackets_of_a_topology_s_name_are_not_read_as_markup(
+    wallfacer, tmp_path: Path, capfd
+) -> None:
+    from wf_backends.cli.bench import show
+
     topology = replace(load(TWO_HOSTS), name="cl[/x]uster")
-    (path := tmp_path / "odd.json").write_text(json.dumps(topology.to_dict()))
+    path = tmp_path / "odd.json"
+    path.write_text(json.dumps(topology.to_dict()))
     assert "cl[/x]uster: 2 hosts" in wallfacer("plan", *SMALL, "--topology", str(path))[1]
     request = Request(topology, Model(8, 2, 64, 8192).workload())
     show(all_plans(request)[:1], [0.1], request, as_json=False)
     assert "cl[/x]uster: 8 ranks" in capfd.readouterr().out
 
 
-def test_doctor_says_no_with_its_exit_code(wallfacer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_exits_with_1_if_a_part_fails(wallfacer, monkeypatch: pytest.MonkeyPatch) -> None:
     from wf_backends.cluster import checkup
 
     def broken() -> str:
-        raise RuntimeError("no threads today")
+        raise RuntimeError("no threads")
 
     monkeypatch.setattr(checkup, "_threads", broken)
     code, out, _ = wallfacer("doctor")
-    assert code == 1 and "NO" in out and "RuntimeError: no threads today" in out
+    assert code == 1 and "NO" in out and "RuntimeError: no threads" in out
 
 
-def test_bench_links_says_where_its_answer_is_from(wallfacer, tmp_path: Path) -> None:
+def test_bench_links_measures_once_and_then_reads_the_cache(wallfacer, tmp_path: Path) -> None:
     args = ["bench-links", "--cache-dir", str(tmp_path / "cache")]
     code, out, err = wallfacer(*args)
     assert code == 0 and from_dict(json.loads(out)).size == 1 and "measured in" in err
@@ -141,7 +148,8 @@ def test_a_path_that_cannot_be_written_is_refused_before_any_work(
     from wf_backends.cli import options
 
     monkeypatch.setattr(launch, "init", lambda: pytest.fail("work has begun"))
-    (folder := tmp_path / f"folder{ending}").mkdir()
+    folder = tmp_path / f"folder{ending}"
+    folder.mkdir()
     code, out, err = wallfacer(*args, str(folder))
     assert (code, out) == (2, "") and f"{args[-1]} {folder} is a folder: name a file" in err
     monkeypatch.setattr(options.os, "access", lambda *_: False)
@@ -149,32 +157,30 @@ def test_a_path_that_cannot_be_written_is_refused_before_any_work(
     assert (code, out) == (2, "") and "you may not write there" in err
 
 
-def test_a_failing_disk_is_said_in_a_line(wallfacer, tmp_path: Path, monkeypatch) -> None:
-    def full(*_: object) -> None:
+def test_an_error_of_the_disk_is_one_line(wallfacer, tmp_path: Path, monkeypatch) -> None:
+    def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_text", fail)
     code, _, err = wallfacer("bench-links", "--fresh", "--out", str(tmp_path / "a.json"))
     assert code == 2 and "wallfacer: [Errno 28] No space left on device" in err
 
 
 @pytest.mark.parametrize("command", ["plan", "explain", "bench", "bench-links", "doctor"])
-def test_every_command_helps_with_an_example(wallfacer, command: str) -> None:
+def test_the_help_of_every_command_has_an_example(wallfacer, command: str) -> None:
     code, out, _ = wallfacer(command, "--help")
-    assert (
-        code == 0
-        and "Example" in out
-        and f"wallfacer {command}" in out.replace("wf_backends.cli", "wallfacer")
-    )
+    assert code == 0 and "Example" in out
+    assert f"wallfacer {command}" in out.replace("wf_backends.cli", "wallfacer")
 
 
-def test_no_command_shows_the_help(wallfacer) -> None:
+def test_the_help_lists_the_commands(wallfacer) -> None:
     assert "bench-links" in wallfacer("--help")[1]
 
 
 def test_a_missing_extra_is_named(wallfacer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [n for n in sys.modules if n.startswith("wf_backends.cli.")]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in list(sys.modules):
+        if name.startswith("wf_backends.cli."):
+            monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.setattr(sys, "argv", ["wallfacer", "plan"])
     with pytest.raises(SystemExit, match=r"needs typer.*pip install 'wallfacer\[cli\]'"):
@@ -184,14 +190,14 @@ def test_a_missing_extra_is_named(wallfacer, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("value", "nics"), [(1.1, 1), (1.9, 2), (3.2, 4), (7.5, 8), (0.0, 1), (100, 8)]
 )
-def test_the_number_of_nics_is_a_divisor(value: float, nics: int) -> None:
+def test_a_measured_number_of_nics_becomes_a_divisor(value: float, nics: int) -> None:
     assert nearest_divisor(8, value) == nics
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "text"),
     [(0.0, "0"), (2.5e-8, "0.0000"), (1e-5, "0.0100"), (0.0235, "23.50"), (0.9, "900.0")]
     + [(1.2345, "1,234"), (880.0, "880,000")],
 )
-def test_milliseconds_have_as_many_digits_whatever_they_are(seconds: float, told: str) -> None:
-    assert milliseconds(seconds) == told
+def test_milliseconds_have_four_significant_digits(seconds: float, text: str) -> None:
+    assert milliseconds(seconds) == text

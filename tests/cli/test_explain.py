@@ -1,4 +1,4 @@
-"""`wallfacer explain`: the grid, the timeline, the picture."""
+"""`wallfacer explain ROUTE`: the schedule as a grid, its timeline and its picture."""
 
 from __future__ import annotations
 
@@ -25,33 +25,35 @@ def test_explain_prints_the_grid_and_the_timeline(wallfacer) -> None:
 def test_explain_takes_a_placement(wallfacer) -> None:
     route = "mesh:rows=2,cols=4,order=1-0,reverse=true"
     code, out, _ = wallfacer("explain", route, *SMALL, "--ranks", "8")
-    words = {"name": "mesh", "rows": 2, "cols": 4, "order": [1, 0], "reverse": True}
+    placed = {"name": "mesh", "rows": 2, "cols": 4, "order": [1, 0], "reverse": True}
     assert code == 0 and "mesh cols=4 rows=2, digits 1-0, reversed on 8 ranks" in out
-    assert render(place(read_placed(words, 8), 8)) in out
+    assert render(place(read_placed(placed, 8), 8)) in out
 
 
-def test_explain_takes_hosts_to_which_rows_cross_once(wallfacer) -> None:
-    told = ("--topology", "a100-4x-100gbe", *SMALL, "--moves", "queries")
-    code, out, _ = wallfacer("explain", "all_gather:host_size=4", *told)
+def test_explain_takes_a_host_size(wallfacer) -> None:
+    args = ("--topology", "a100-4x-100gbe", *SMALL, "--moves", "queries")
+    code, out, _ = wallfacer("explain", "all_gather:host_size=4", *args)
     assert code == 0 and "all_gather, once to hosts of 4 on 8 ranks" in out
 
 
 @pytest.mark.parametrize(("args", "size"), [([], 8), (["--ranks", "0"], 64), (["--ranks", "4"], 4)])
-def test_explain_takes_all_ranks_of_a_file(wallfacer, tmp_path: Path, args, size: int) -> None:
+def test_explain_shows_the_ranks_of_the_option_or_the_file(
+    wallfacer, tmp_path: Path, args, size: int
+) -> None:
     assert f"ring on {size} ranks" in wallfacer("explain", "ring", *SMALL, *args)[1]
     path = tmp_path / "four.json"
     path.write_text(json.dumps(load("a100-4x-100gbe", 4).to_dict()))
     assert "ring on 4 ranks" in wallfacer("explain", "ring", *SMALL, "--topology", str(path))[1]
 
 
-def test_explain_draws_nothing_without_matplotlib(wallfacer, monkeypatch) -> None:
+def test_a_picture_without_matplotlib_is_refused(wallfacer, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = wallfacer("explain", "ring", "--picture", "a.png")
     assert (code, out) == (2, "") and "--picture needs matplotlib, which is missing" in err
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
-def test_explain_draws(wallfacer, tmp_path: Path, ending: str) -> None:
+def test_explain_draws_a_picture(wallfacer, tmp_path: Path, ending: str) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / f"picture.{ending}"
     code, out, _ = wallfacer(

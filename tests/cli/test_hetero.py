@@ -1,4 +1,4 @@
-"""`wallfacer generate` and `wallfacer bench-hetero`."""
+"""`wallfacer bench-hetero` measures the rates of this machine; `wallfacer generate` uses them."""
 
 from __future__ import annotations
 
@@ -19,112 +19,125 @@ RATES = {"link": 2e10, "host": 6e10, "accelerator": 1e12, "memory": 1e11, "stagi
 
 
 @pytest.fixture
-def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hostname(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This host is named "lab"."""
+    monkeypatch.setattr(module.socket, "gethostname", lambda: "lab")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, hostname: None) -> Path:
     """A folder with rates of this host."""
-    monkeypatch.setattr(module.socket, "gethostname", lambda: "here")
-    words = {"device": "cuda:0", "rates": RATES}
-    (tmp_path / "hetero-here-bfloat16.json").write_text(json.dumps(words))
+    content = {"device": "cuda:0", "rates": RATES}
+    (tmp_path / "hetero-lab-bfloat16.json").write_text(json.dumps(content))
     return tmp_path
 
 
-def test_bench_hetero_prints_the_law(wallfacer, known: Path) -> None:
-    code, out, _ = wallfacer("bench-hetero", "--model-size", "20GB", "--cache-dir", str(known))
-    assert code == 0 and "alpha 0.75" in out
-    found = re.findall(r"(HeteGen|streaming|the CPU alone) +([\d.]+) tokens/s", out)
-    assert found == [("HeteGen", "4.00"), ("streaming", "1.00"), ("the CPU alone", "3.00")]
-
-
-def test_bench_hetero_measures_once(wallfacer, tmp_path: Path, monkeypatch) -> None:
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The dtypes whose rates were measured; a measurement gives constants."""
     import wf_backends.hetegen as hetegen
 
-    calls: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
 
     def measure(dtype: torch.dtype) -> tuple[str, hetegen.Rates]:
-        calls.append(dtype)
-        return "threads", hetegen.Rates(1e10, 1e10, 1e12)
-
-    monkeypatch.setattr(hetegen, "measure_machine", measure)
-    args = ("bench-hetero", "--cache-dir", str(tmp_path / "kept"))
-    first, second = wallfacer(*args), wallfacer(*args)
-    assert first[0] == second[0] == 0 and len(calls) == 1
-    assert "measured" in first[1] and "from " in second[1]
-    assert first[1].splitlines()[1:] == second[1].splitlines()[1:]
-    wallfacer(*args, "--fresh")
-    assert calls == [torch.bfloat16] * 2
-    wallfacer(*args, "--dtype", "float32")  # has rates of its own
-    assert calls[2:] == [torch.float32]
-
-
-def test_generate_takes_the_rates_that_are_known(tmp_path: Path, monkeypatch) -> None:
-    import wf_backends.hetegen as hetegen
-
-    calls: list[torch.dtype] = []
-
-    def measure(dtype: torch.dtype) -> tuple[str, hetegen.Rates]:
-        calls.append(dtype)
+        dtypes.append(dtype)
         return "cuda:0", hetegen.Rates(1e10, 3e10, 1e12)
 
     monkeypatch.setattr(hetegen, "measure_machine", measure)
-    monkeypatch.setattr(module.socket, "gethostname", lambda: "here")
+    return dtypes
+
+
+def test_bench_hetero_predicts_tokens_per_second(wallfacer, cache: Path) -> None:
+    """20 GB at 20 GB/s of the link and 60 GB/s of the host: alone, 1 and 3 tokens a second."""
+    code, out, _ = wallfacer("bench-hetero", "--model-size", "20GB", "--cache-dir", str(cache))
+    assert code == 0 and "alpha 0.75" in out
+    predicted = re.findall(r"(HeteGen|streaming|the CPU alone) +([\d.]+) tokens/s", out)
+    assert predicted == [("HeteGen", "4.00"), ("streaming", "1.00"), ("the CPU alone", "3.00")]
+
+
+def test_bench_hetero_measures_once_per_dtype(wallfacer, tmp_path: Path, measured) -> None:
+    args = ("bench-hetero", "--cache-dir", str(tmp_path / "kept"))
+    (code, first, _), (second_code, second, _) = wallfacer(*args), wallfacer(*args)
+    assert code == second_code == 0 and len(measured) == 1
+    assert "measured" in first and "from " in second
+    assert first.splitlines()[1:] == second.splitlines()[1:]
+    wallfacer(*args, "--fresh")
+    assert measured == [torch.bfloat16] * 2
+    wallfacer(*args, "--dtype", "float32")
+    assert measured[2:] == [torch.float32]
+
+
+def test_generate_takes_the_kept_rates_of_this_device(
+    tmp_path: Path, monkeypatch, hostname: None, measured
+) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     model = torch.nn.Linear(2, 2, dtype=torch.float16)
     for _ in range(2):
-        assert accelerator_rates(model, tmp_path) == hetegen.Rates(1e10, 3e10, 1e12)
-    assert calls == [torch.float16]
-    file = tmp_path / "hetero-here-float16.json"
-    file.write_text(file.read_text().replace("cuda:0", "threads"))  # of before the GPU came
-    assert accelerator_rates(model, tmp_path).host == 3e10 and len(calls) == 2
+        rates = accelerator_rates(model, tmp_path)
+        assert (rates.link, rates.host, rates.accelerator) == (1e10, 3e10, 1e12)
+    assert measured == [torch.float16]
+    file = tmp_path / "hetero-lab-float16.json"
+    file.write_text(file.read_text().replace("cuda:0", "threads"))  # measured without the GPU
+    assert accelerator_rates(model, tmp_path).host == 3e10 and len(measured) == 2
 
 
-def cut_off(self: Path, text: str) -> None:
-    with self.open("w") as file:
+def write_20_characters(path: Path, text: str) -> None:
+    """As `Path.write_text` on a disk that is full after 20 characters."""
+    with path.open("w") as file:
         file.write(text[:20])
     raise OSError("no space left")
 
 
-def test_rates_are_kept_whole_or_not_at_all(wallfacer, known: Path, monkeypatch) -> None:
-    """Another run may read them at any moment, and a disk may be full."""
-    import wf_backends.hetegen as hetegen
-
-    kept = known / "hetero-here-bfloat16.json"
+def test_a_full_disk_leaves_the_kept_rates_as_they_are(
+    wallfacer, cache: Path, monkeypatch, measured
+) -> None:
+    kept = cache / "hetero-lab-bfloat16.json"
     kept.write_text(kept.read_text().replace("link", "of another version"))
     before = kept.read_text()
-    monkeypatch.setattr(hetegen, "measure_machine", lambda _: ("threads", hetegen.Rates(1, 1, 1)))
     with monkeypatch.context() as full:
-        full.setattr(Path, "write_text", cut_off)
-        code, out, _ = wallfacer("bench-hetero", "--cache-dir", str(known))
+        full.setattr(Path, "write_text", write_20_characters)
+        code, out, _ = wallfacer("bench-hetero", "--cache-dir", str(cache))
     assert code == 0 and "not kept (no space left)" in out and "tokens/s" in out
     assert kept.read_text() == before
-    code, out, _ = wallfacer("bench-hetero", "--cache-dir", str(kept))
-    assert code == 0 and "not kept (" in out  # a file where the folder should be
 
 
-def test_a_folder_s_name_is_no_markup(wallfacer, known: Path, tmp_path: Path) -> None:
-    (folder := tmp_path / "a[" / "b]").mkdir(parents=True)
-    (folder / "hetero-here-bfloat16.json").write_text(
-        (known / "hetero-here-bfloat16.json").read_text()
+def test_a_file_in_place_of_the_cache_folder_is_reported(
+    wallfacer, tmp_path: Path, measured
+) -> None:
+    (tmp_path / "file").write_text("")
+    code, out, _ = wallfacer("bench-hetero", "--cache-dir", str(tmp_path / "file"))
+    assert code == 0 and "not kept (" in out
+
+
+def test_brackets_of_a_folder_are_not_read_as_markup(
+    wallfacer, cache: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "a[" / "b]"
+    folder.mkdir(parents=True)
+    (folder / "hetero-lab-bfloat16.json").write_text(
+        (cache / "hetero-lab-bfloat16.json").read_text()
     )
     code, out, _ = wallfacer("bench-hetero", "--cache-dir", str(folder))
-    assert code == 0 and f"from {folder}/hetero-here-bfloat16.json" in out
+    assert code == 0 and f"from {folder}/hetero-lab-bfloat16.json" in out
     (folder / "config.json").write_text('{"model_type": "llama"}')
     args = ("generate", "--prompt", "w3", "--max-memory", "80kB", "--shaped", "1,2,3")
     assert f"loading {folder}" in wallfacer(*args, "--model", str(folder))[2]
 
 
 @pytest.mark.parametrize("size", ["many", "0B"])
-def test_bench_hetero_refuses_a_bad_size(wallfacer, known: Path, size: str) -> None:
-    code, _, err = wallfacer("bench-hetero", "--model-size", size, "--cache-dir", str(known))
+def test_bench_hetero_refuses_a_bad_size(wallfacer, cache: Path, size: str) -> None:
+    code, _, err = wallfacer("bench-hetero", "--model-size", size, "--cache-dir", str(cache))
     assert code == 2 and repr(size) in err
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> Path:
-    """A model with a tokenizer of whole words, and the entry point that reads it."""
+    """A Llama with a tokenizer of the words w0 to w95, and the entry point that reads it."""
     from tests.hetegen.models import make_model
 
     tokenizers = pytest.importorskip("tokenizers")
-    words = {f"w{i}": i for i in range(96)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    vocabulary = {f"w{i}": i for i in range(96)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0")
     fast.save_pretrained(tmp_path)
@@ -138,20 +151,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> Path:
             return generator
 
     monkeypatch.setattr(readers, "entry_points", lambda group: [Entry])
-    capfd.readouterr()  # what libraries log when they are imported
+    capfd.readouterr()  # drops the log of imports
     return tmp_path
 
 
-def test_generate(wallfacer, folder: Path) -> None:
+def test_generate_prints_tokens_and_its_prediction(wallfacer, folder: Path) -> None:
     args = ("generate", "--model", str(folder), "--prompt", "w3 w4", "--max-new-tokens", "5")
-    code, out, err = wallfacer(*args, "--max-memory", "80kB", "--shaped", "0.1,0.2,10")
+    args += ("--max-memory", "80kB", "--shaped", "0.1,0.2,10")
+    code, out, err = wallfacer(*args)
     assert code == 0, err
     assert len(out.split()) == 5 and "5 tokens, " in err and "predicted: " in err
-    drawn = wallfacer(*args, "--max-memory", "80kB", "--shaped", "0.1,0.2,10", "--sample")
-    assert drawn[0] == 0 and drawn[1] != out
+    code, sampled, _ = wallfacer(*args, "--sample")
+    assert code == 0 and sampled != out
 
 
-def test_generate_refuses(wallfacer, folder: Path, tmp_path: Path) -> None:
+def test_generate_refuses_bad_rates_an_empty_prompt_and_a_missing_folder(
+    wallfacer, folder: Path, tmp_path: Path
+) -> None:
     args = ("generate", "--prompt", "w3", "--max-memory", "80kB", "--model")
     code, _, err = wallfacer(*args, str(folder), "--shaped", "1,2")
     assert code == 2 and "--shaped must be three rates" in err
@@ -161,21 +177,21 @@ def test_generate_refuses(wallfacer, folder: Path, tmp_path: Path) -> None:
     assert code == 2 and "there is no such folder" in err
 
 
-def test_generate_needs_a_tokenizer(wallfacer, folder: Path) -> None:
+def test_generate_refuses_a_broken_tokenizer(wallfacer, folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     args = ("generate", "--prompt", "w3", "--max-memory", "80kB", "--shaped", "1,2,3", "--model")
     code, _, err = wallfacer(*args, str(folder))
     assert code == 2 and f"wallfacer: --model {folder}: " in err
 
 
-def test_one_token_is_one_token(wallfacer, folder: Path) -> None:
+def test_one_token_is_counted_in_the_singular(wallfacer, folder: Path) -> None:
     args = ("generate", "--model", str(folder), "--prompt", "w3", "--max-memory", "80kB")
     *_, last = wallfacer(*args, "--shaped", "0.1,0.2,10", "--max-new-tokens", "1")[2].splitlines()
     assert last == "1 token"
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("option", "message"),
     [
         (("--seed", str(2**64)), f"--seed must be from -{2**63} to {2**64 - 1}, got {2**64}"),
         (("--seed", str(-(2**63) - 1)), f"--seed must be from .*, got -{2**63 + 1}"),
@@ -188,22 +204,22 @@ def test_one_token_is_one_token(wallfacer, folder: Path) -> None:
     ],
 )
 def test_generate_refuses_bad_values_before_it_loads_the_model(
-    wallfacer, folder: Path, words: tuple[str, str], told: str
+    wallfacer, folder: Path, option: tuple[str, str], message: str
 ) -> None:
     args = ("generate", "--model", str(folder), "--prompt", "w3", "--max-memory", "80kB")
-    code, _, err = wallfacer(*args, "--shaped", "1,2,3", *words)
-    assert code == 2 and re.search(told, " ".join(err.split())) and "loading" not in err
+    code, _, err = wallfacer(*args, "--shaped", "1,2,3", *option)
+    assert code == 2 and re.search(message, " ".join(err.split())) and "loading" not in err
 
 
 @pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
-def test_any_seed_that_torch_takes_is_taken(wallfacer, folder: Path, seed: int) -> None:
+def test_every_seed_of_torch_is_accepted(wallfacer, folder: Path, seed: int) -> None:
     args = ("generate", "--model", str(folder), "--prompt", "w3", "--max-memory", "80kB")
-    drawn = ("--sample", "--seed", str(seed), "--max-new-tokens", "1")
-    assert wallfacer(*args, "--shaped", "0.1,0.2,10", *drawn)[0] == 0
+    args += ("--shaped", "0.1,0.2,10", "--sample", "--seed", str(seed), "--max-new-tokens", "1")
+    assert wallfacer(*args)[0] == 0
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         ('{"hidden_size": 32}', 'config.json must tell what it is of, as "model_type": "llama"'),
         ("[1]", 'config.json must tell what it is of, as "model_type": "llama"'),
@@ -211,12 +227,12 @@ def test_any_seed_that_torch_takes_is_taken(wallfacer, folder: Path, seed: int) 
         ("", "config.json is no JSON (Expecting value"),
     ],
 )
-def test_a_folder_whose_config_tells_no_model(
-    wallfacer, tmp_path: Path, config: str, told: str
+def test_generate_refuses_a_folder_without_a_model_type(
+    wallfacer, tmp_path: Path, config: str, message: str
 ) -> None:
     (tmp_path / "config.json").write_text(config)
     args = ("generate", "--prompt", "w3", "--max-memory", "80kB", "--shaped", "1,2,3", "--model")
     code, _, err = wallfacer(*args, str(tmp_path))
-    assert code == 2 and f"--model {tmp_path}: {told}" in " ".join(err.split())
+    assert code == 2 and f"--model {tmp_path}: {message}" in " ".join(err.split())
     code, _, err = wallfacer(*args, str(tmp_path / "config.json"))
     assert code == 2 and "there is no such folder" in err

@@ -1,4 +1,4 @@
-"""--mask FILE: a mask in slices for plan, explain and bench; clear errors for a bad file."""
+"""`--mask FILE`: a mask in slices for plan and explain, and the errors of a bad file."""
 
 from __future__ import annotations
 
@@ -10,31 +10,28 @@ import pytest
 from tests.command_line import SMALL, TWO_HOSTS
 from tests.slices import block_causal, sliced
 
-FRAMES = block_causal(1024, 8192)
+FRAMES = block_causal(1024, 8192)  # 8 frames
 
 
-def written(tmp_path: Path, content: object) -> str:
+def write_mask(tmp_path: Path, content: object) -> str:
     path = tmp_path / "mask.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return str(path)
 
 
-def test_plan_counts_slices(wallfacer, tmp_path) -> None:
-    mask = ["--mask", written(tmp_path, FRAMES)]
-    command = ["plan", *SMALL, "--topology", TWO_HOSTS, "--ranks", "4", "--json", *mask]
-    code, out, _ = wallfacer(*command)
-    told = json.loads(out)
-    assert code == 0 and "counted message by message" in told["reason"]
-    causal = json.loads(wallfacer(*[word for word in command if word not in mask])[1])
-    pairs = 1 + 1 / 8  # of frames beside single tokens
-    found = [words["ring"]["compute_s"] for words in (told, causal)]
-    assert found[0] == pytest.approx(pairs * found[1], rel=0.1)
-    balanced = json.loads(wallfacer(*command, "--layout", "balanced")[1])
+def test_plan_counts_slices(wallfacer_json, tmp_path) -> None:
+    command = ["plan", *SMALL, "--topology", TWO_HOSTS, "--ranks", "4"]
+    mask = ["--mask", write_mask(tmp_path, FRAMES)]
+    plan, causal = wallfacer_json(*command, *mask), wallfacer_json(*command)
+    assert "counted message by message" in plan["reason"]
+    pairs = 1 + 1 / 8  # visible pairs of 8 block-causal frames / those of a causal mask
+    assert plan["ring"]["compute_s"] == pytest.approx(pairs * causal["ring"]["compute_s"], rel=0.1)
+    balanced = wallfacer_json(*command, *mask, "--layout", "balanced")
     assert balanced["plans"][0]["config"]["layout"] == "balanced"
 
 
 def test_explain_shows_the_mask(wallfacer, tmp_path) -> None:
-    mask = ["--mask", written(tmp_path, FRAMES), "--layout", "balanced"]
+    mask = ["--mask", write_mask(tmp_path, FRAMES), "--layout", "balanced"]
     code, out, _ = wallfacer("explain", "ring", *SMALL, "--ranks", "4", *mask)
     assert code == 0
     assert "mask: 8 slices, 56.2% of all pairs of 8,192 tokens" in out
@@ -43,7 +40,7 @@ def test_explain_shows_the_mask(wallfacer, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "more", "says"),
+    ("content", "args", "message"),
     (
         ("{", [], "mask.json is not JSON"),
         ([1], [], "must be an object with the keys q_ranges, k_ranges, attn_mask_types, got list"),
@@ -59,12 +56,12 @@ def test_explain_shows_the_mask(wallfacer, tmp_path) -> None:
     ),
 )
 @pytest.mark.parametrize("command", (("plan",), ("explain", "ring")))
-def test_a_bad_mask_is_refused(wallfacer, tmp_path, command, content, more, says) -> None:
-    code, _, err = wallfacer(*command, *SMALL, "--mask", written(tmp_path, content), *more)
-    assert code == 2 and says in " ".join(err.split()), err
+def test_a_bad_mask_is_refused(wallfacer, tmp_path, command, content, args, message) -> None:
+    code, _, err = wallfacer(*command, *SMALL, "--mask", write_mask(tmp_path, content), *args)
+    assert code == 2 and message in " ".join(err.split()), err
 
 
-def test_what_is_missing_is_said(wallfacer) -> None:
+def test_a_missing_file_and_options_that_contradict_a_mask_are_refused(wallfacer) -> None:
     code, _, err = wallfacer("plan", *SMALL, "--mask", "nowhere.json")
     assert code == 2 and "--mask nowhere.json: cannot be read: No such file" in err
     code, _, err = wallfacer("plan", *SMALL, "--layout", "balanced")

@@ -1,4 +1,4 @@
-"""`wallfacer plan`: the candidates, the reason, the block to paste."""
+"""`wallfacer plan`: the table of plans, the reason for the fastest, and its config to paste."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from wf_backends.comm.protocol import Communicator
 from wf_backends.comm.threads import run_threads
 from wf_backends.planner.proxy import draw_documents
 
-NAMED = ("Ring Attention", "Ulysses", "USP", "StarTrail", "all-gather")
+PUBLISHED = ("Ring Attention", "Ulysses", "USP", "StarTrail", "all-gather")
 
 
 def rows_of(out: str) -> list[list[str]]:
-    """The cells of the table that start a row: further lines of a cell have no figures."""
+    """The rows of the printed table, the first line of each: further lines have no figures."""
     lines = [line for line in out.splitlines() if line.startswith("│")]
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
     return [row for row in rows if row[1]]
 
 
-def test_plan_prints_the_choice_the_reason_and_the_block(wallfacer) -> None:
-    code, out, _ = wallfacer("plan", *SMALL, "--topology", TWO_HOSTS)
+def test_plan_prints_the_reason_and_the_config_of_the_fastest(wallfacer, wallfacer_json) -> None:
+    args = ("plan", *SMALL, "--topology", TWO_HOSTS)
+    code, out, _ = wallfacer(*args)
+    result = wallfacer_json(*args)
     assert code == 0
     assert "two hosts: 2 hosts x 4 ranks" in out
-    told = json.loads(wallfacer("plan", *SMALL, "--topology", TWO_HOSTS, "--json")[1])
-    said = " ".join(out[: out.index("two hosts")].split())
-    assert said == told["reason"] + "."
-    assert "of all plans within 2% of the fastest it sends the least" in said
-    assert "x the ring's speed" in said and "counted message by message" in said
-    words = json.loads(out[out.index("{") :])
-    assert words == told["plans"][0]["config"]
-    block = {"wallfacer": words}  # as in a DeepSpeed JSON
-    config = SequenceParallelConfig.from_dict(block["wallfacer"])
-    assert not config.leaves_open and config.to_dict() == words | {"kernel": "auto"}
+    reason = " ".join(out[: out.index("two hosts")].split())
+    assert reason == result["reason"] + "."
+    assert "of all plans within 2% of the fastest it sends the least" in reason
+    assert "x the ring's speed" in reason and "counted message by message" in reason
+    printed = json.loads(out[out.index("{") :])
+    assert printed == result["plans"][0]["config"]
+    config = SequenceParallelConfig.from_dict(printed)
+    assert not config.leaves_open and config.to_dict() == printed | {"kernel": "auto"}
 
 
 @pytest.mark.parametrize(
@@ -54,43 +54,46 @@ def test_plan_prints_the_choice_the_reason_and_the_block(wallfacer) -> None:
     ],
 )
 def test_plan_fits_80_columns(wallfacer, more: list[str]) -> None:
-    code, told, _ = wallfacer("plan", *SMALL, *more, columns=80)
+    code, out, _ = wallfacer("plan", *SMALL, *more, columns=80)
     assert code == 0
-    assert max(map(len, told.splitlines())) <= 80 and "…" not in told
+    assert max(map(len, out.splitlines())) <= 80 and "…" not in out
 
 
-def test_plan_shows_the_schemes_that_papers_name(wallfacer) -> None:
-    out = wallfacer("plan", *SMALL, "--topology", TWO_HOSTS)[1]
-    choice, *rows = rows_of(out)
-    names = [row[0].split(",")[0].split(":")[0] for row in rows]
-    shown = [next((i for i, name in enumerate(names) if name.startswith(one)), -1) for one in NAMED]
-    assert shown == sorted(shown)
-    ring, ulysses = rows[shown[0]], rows[shown[1]]
-    assert ring[2] == "1.00" and float(choice[2]) > 0.98
+def test_plan_lists_the_published_schemes_below_the_fastest(wallfacer) -> None:
+    fastest, *rows = rows_of(wallfacer("plan", *SMALL, "--topology", TWO_HOSTS)[1])
+    schemes = [row[0].split(",")[0].split(":")[0] for row in rows]
+    positions = [
+        next(i for i, scheme in enumerate(schemes) if scheme.startswith(name)) for name in PUBLISHED
+    ]
+    assert positions == sorted(positions)
+    ring, ulysses = rows[positions[0]], rows[positions[1]]
+    assert ring[2] == "1.00" and float(fastest[2]) > 0.98  # x the ring's speed
     assert ulysses[0] == "Ulysses 8"
-    apart = wallfacer("plan", *SMALL, "--topology", "one-host", "--ranks", "6")[1]
-    assert "Ulysses: not on 6 ranks with 8 heads and 2 key heads" in " ".join(apart.split())
-    assert "StarTrail: needs teams whose number squared divides 6" in " ".join(apart.split())
 
 
-def test_rows_with_the_same_figures_are_one(wallfacer) -> None:
+def test_plan_says_why_a_published_scheme_is_not_listed(wallfacer) -> None:
+    out = " ".join(wallfacer("plan", *SMALL, "--topology", "one-host", "--ranks", "6")[1].split())
+    assert "Ulysses: not on 6 ranks with 8 heads and 2 key heads" in out
+    assert "StarTrail: needs teams whose number squared divides 6" in out
+
+
+def test_plans_with_equal_figures_share_a_row(wallfacer, wallfacer_json) -> None:
     args = ("plan", *SMALL, "--topology", "one-host", "--ranks", "4", "--top", "40")
-    figures = [tuple(row[1:]) for row in rows_of(wallfacer(*args)[1])[5:]]
-    assert (
-        len(figures) == len(set(figures)) < len(json.loads(wallfacer(*args, "--json")[1])["plans"])
-    )
+    rows = rows_of(wallfacer(*args)[1])[5:]  # below the fastest, USP, and the other published ones
+    figures = [tuple(row[1:]) for row in rows]
+    assert len(figures) == len(set(figures)) < len(wallfacer_json(*args)["plans"])
 
 
-def test_all_lists_every_plan_with_all_figures(wallfacer) -> None:
+def test_all_lists_every_plan_with_all_figures(wallfacer, wallfacer_json) -> None:
     args = ("plan", *SMALL, "--topology", TWO_HOSTS, "--all")
-    plans = json.loads(wallfacer(*args, "--json")[1])["plans"]
+    plans = wallfacer_json(*args)["plans"]
     out = wallfacer(*args)[1]
     assert "exposed ms" in out and len(rows_of(out)) == len(plans) + 1 > 20  # and the ring
     assert len({json.dumps(plan["config"]) for plan in plans}) == len(plans)
 
 
-def job(comm: Communicator, seqlen: int, mask: dict[str, Any]) -> None:
-    """One attention call, then another of the same kind."""
+def attend_twice(comm: Communicator, seqlen: int, mask: dict[str, Any]) -> None:
+    """Two equal attention calls of a job: the first is planned."""
     sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=comm.size), comm)
     rows = len(sp.positions(seqlen))
     q, k = (torch.zeros(1, rows, heads, 8) for heads in (4, 2))
@@ -107,54 +110,66 @@ def job(comm: Communicator, seqlen: int, mask: dict[str, Any]) -> None:
         (["--documents", "128"], {"causal": True, "cu_seqlens": draw_documents(1024, 3)}, 1024),
     ],
 )
-def test_plan_and_a_job_say_the_same(wallfacer, caplog, options, mask, seqlen: int) -> None:
-    run_threads(4, job, seqlen, mask)
-    said = [one.getMessage() for one in caplog.records if "predicted" in one.getMessage()]
+def test_plan_predicts_the_plan_that_a_job_logs(
+    wallfacer_json, caplog, options, mask, seqlen: int
+) -> None:
+    run_threads(4, attend_twice, seqlen, mask)
+    logged = [record.getMessage() for record in caplog.records]
+    logged = [message for message in logged if "predicted" in message]
     shape = ["--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--dtype", "float32"]
     args = ["plan", "--topology", "one-host", "--ranks", "4", *shape, "--seqlen", str(seqlen)]
-    told = json.loads(wallfacer(*args, *options, "--json")[1])["reason"]
-    assert len(said) == 1 and said[0].startswith("attention by ")
-    assert told.startswith(said[0].removeprefix("attention by ") + ". ")
+    reason = wallfacer_json(*args, *options)["reason"]
+    assert len(logged) == 1 and logged[0].startswith("attention by ")
+    assert reason.startswith(logged[0].removeprefix("attention by ") + ". ")
 
 
-def test_plan_as_json_gives_configs_that_work(wallfacer) -> None:
-    code, out, _ = wallfacer("plan", *SMALL, "--topology", TWO_HOSTS, "--top", "3", "--json")
-    told = json.loads(out)
-    assert code == 0 and len(told["plans"]) == 3
-    times = [plan["predicted_s"] for plan in told["plans"]]
-    assert times == pytest.approx(sorted(times), rel=0.01)
-    assert from_dict(told["topology"]).name == "two hosts"
-    for plan in told["plans"]:
+def test_plan_as_json_gives_configs_that_can_be_read(wallfacer_json) -> None:
+    result = wallfacer_json("plan", *SMALL, "--topology", TWO_HOSTS, "--top", "3")
+    assert len(result["plans"]) == 3
+    times = [plan["predicted_s"] for plan in result["plans"]]
+    assert times == pytest.approx(sorted(times), rel=0.01)  # of nearly equal ones, fewest bytes
+    assert from_dict(result["topology"]).name == "two hosts"
+    for plan in result["plans"]:
         assert SequenceParallelConfig.from_dict(plan["config"]).sequence_parallel_size == 8
         assert plan["predicted_s"] == pytest.approx(plan["compute_s"] + plan["exposed_s"])
 
 
 @pytest.mark.parametrize("degree", ((), ("--ulysses-degree", "2")))
-def test_all_ends_with_the_ring_that_it_compares_with(wallfacer, degree: tuple[str, ...]) -> None:
-    args = ("plan", *SMALL, "--topology", TWO_HOSTS, *degree)
-    last = rows_of(wallfacer(*args, "--all")[1])[-1] if degree else None
-    assert last is None or [last[0], last[2]] == ["Ring Attention", "1.00"]
-    told = json.loads(wallfacer(*args, "--json")[1])
-    best, ring = told["plans"][0], told["ring"]
+def test_plan_compares_the_fastest_with_the_ring(wallfacer_json, degree: tuple[str, ...]) -> None:
+    result = wallfacer_json("plan", *SMALL, "--topology", TWO_HOSTS, *degree)
+    fastest, ring = result["plans"][0], result["ring"]
     assert ring["forward"] == ring["backward"] == "ring"
     assert ring["config"]["ulysses_degree"] == 1
-    assert f"{ring['predicted_s'] / best['predicted_s']:.2f} x the ring's speed" in told["reason"]
+    speedup = ring["predicted_s"] / fastest["predicted_s"]
+    assert f"{speedup:.2f} x the ring's speed" in result["reason"]
+
+
+def test_all_ends_with_the_ring_if_the_options_exclude_it(wallfacer) -> None:
+    args = ("plan", *SMALL, "--topology", TWO_HOSTS, "--ulysses-degree", "2", "--all")
+    last = rows_of(wallfacer(*args)[1])[-1]
+    assert (last[0], last[2]) == ("Ring Attention", "1.00")
 
 
 def test_plan_through_a_pipe_cuts_no_word_off() -> None:
-    small = [*SMALL, "--topology", "one-host", "--ranks", "4"]
-    command = [sys.executable, "-m", "wf_backends.cli", "plan", *small]
-    told = subprocess.run([*command, "--all"], capture_output=True, text=True, check=True).stdout
-    assert "exposed ms" in told and "…" not in told
+    args = ["plan", *SMALL, "--topology", "one-host", "--ranks", "4", "--all"]
+    command = [sys.executable, "-m", "wf_backends.cli", *args]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "exposed ms" in out and "…" not in out
 
 
-def test_plan_says_when_a_window_wants_another_layout(wallfacer) -> None:
-    told = [
-        json.loads(wallfacer("plan", *SMALL, *more, "--topology", TWO_HOSTS, "--json")[1])
-        for more in ((), ("--window", "100"), ("--window", "100", "--layout", "contiguous"))
-    ]
-    said = ["add --layout contiguous" in one["reason"] for one in told]
-    assert said == [False, True, False]
+@pytest.mark.parametrize(
+    ("options", "recommends"),
+    [
+        ((), False),
+        (("--window", "100"), True),
+        (("--window", "100", "--layout", "contiguous"), False),
+    ],
+)
+def test_plan_recommends_the_contiguous_layout_for_a_window(
+    wallfacer_json, options: tuple[str, ...], recommends: bool
+) -> None:
+    reason = wallfacer_json("plan", *SMALL, *options, "--topology", TWO_HOSTS)["reason"]
+    assert ("add --layout contiguous" in reason) == recommends
 
 
 @pytest.mark.parametrize(
@@ -166,77 +181,82 @@ def test_plan_says_when_a_window_wants_another_layout(wallfacer) -> None:
         (TWO_HOSTS, "16", 4, 2),
     ],
 )
-def test_plan_says_which_hosts_it_made_up(wallfacer, topology, ranks, hosts, added) -> None:
+def test_plan_says_how_many_hosts_it_added_to_a_file(
+    wallfacer, wallfacer_json, topology, ranks, hosts, added
+) -> None:
+    """A preset stands for any number of hosts: none are added to it."""
     args = ["plan", *SMALL, "--topology", topology, "--ranks", ranks, "--exact-up-to", "0"]
-    told = json.loads(wallfacer(*args, "--json")[1])
-    assert (told["topology"]["hosts"], told["hosts_added"]) == (hosts, added)
-    assert told["topology"]["memory_gib"] < 100
-    title = " ".join(wallfacer(*args)[1].split())
-    assert (f"hosts added to the file's: {added}" in title) == (added > 0)
+    result = wallfacer_json(*args)
+    assert (result["topology"]["hosts"], result["hosts_added"]) == (hosts, added)
+    assert result["topology"]["memory_gib"] < 100  # of a rank
+    out = " ".join(wallfacer(*args)[1].split())
+    assert (f"hosts added to the file's: {added}" in out) == (added > 0)
 
 
 @pytest.mark.parametrize(
     ("more", "sends"), [(["--ranks", "1"], False), (["--window", "0"], False), ([], True)]
 )
-def test_plan_speaks_of_transfers_where_there_are_any(wallfacer, more, sends: bool) -> None:
+def test_the_reason_mentions_transfer_time_only_if_ranks_send(wallfacer, more, sends: bool) -> None:
     out = wallfacer("plan", *SMALL, "--ranks", "8", *more)[1]
     assert ("of the transfer time" in " ".join(out.split())) == sends
 
 
-def test_plan_puts_the_kernel_that_was_asked_for_into_the_block(wallfacer) -> None:
+def test_the_config_names_the_kernel_of_the_option(wallfacer, wallfacer_json) -> None:
     args = ["plan", *SMALL, "--topology", TWO_HOSTS, "--kernel", "sdpa"]
-    words = json.loads(wallfacer(*args, "--json")[1])["plans"][0]["config"]
+    config = wallfacer_json(*args)["plans"][0]["config"]
     out = wallfacer(*args)[1]
-    assert words["kernel"] == "sdpa" and json.loads(out[out.index("{") :]) == words
+    assert config["kernel"] == "sdpa" and json.loads(out[out.index("{") :]) == config
 
 
-def test_plan_prices_partial_results_in_16_bits_and_says_so_in_the_block(wallfacer) -> None:
-    command = ("plan", *SMALL, "--topology", TWO_HOSTS, "--json")
-    plain, narrow = (
-        json.loads(wallfacer(*command, *more)[1])["plans"]
-        for more in ((), ("--partials", "activation"))
-    )
-    assert narrow[0]["config"]["partials"] == "activation" and "partials" not in plain[0]["config"]
-    assert narrow[0]["predicted_s"] < plain[0]["predicted_s"]
-    code, _, err = wallfacer(*command, "--partials", "bfloat16")
+def test_partial_results_in_16_bits_cost_less_and_are_in_the_config(
+    wallfacer, wallfacer_json
+) -> None:
+    args = ("plan", *SMALL, "--topology", TWO_HOSTS)
+    default = wallfacer_json(*args)["plans"][0]
+    narrow = wallfacer_json(*args, "--partials", "activation")["plans"][0]
+    assert narrow["config"]["partials"] == "activation" and "partials" not in default["config"]
+    assert narrow["predicted_s"] < default["predicted_s"]
+    code, _, err = wallfacer(*args, "--partials", "bfloat16")
     assert code and "--partials must be one of ['float32', 'activation'], got 'bfloat16'" in err
 
 
-def test_plan_keeps_to_one_head_split(wallfacer) -> None:
-    told = json.loads(wallfacer("plan", *SMALL, "--ulysses-degree", "2", "--json")[1])
-    assert {plan["config"]["ulysses_degree"] for plan in told["plans"]} == {2}
+def test_a_ulysses_degree_restricts_all_plans(wallfacer_json) -> None:
+    plans = wallfacer_json("plan", *SMALL, "--ulysses-degree", "2")["plans"]
+    assert {plan["config"]["ulysses_degree"] for plan in plans} == {2}
 
 
 @pytest.mark.parametrize("ranks", ["8", "32"])
-def test_plan_counts_documents(wallfacer, ranks: str) -> None:
-    cluster = ["--topology", "h100-8x400g", "--ranks", ranks, "--seqlen", "65536", "--json"]
-    packed = ["--documents", "1024", "--layout", "document_zigzag"]
-    one, many = (json.loads(wallfacer("plan", *cluster, *more)[1]) for more in ([], packed))
-    times = [plan["predicted_s"] for plan in many["plans"]]
-    assert times[0] < one["plans"][0]["predicted_s"] / 4
-    assert "counted message by message" in many["reason"]
-    words = many["plans"][0]["config"]
-    assert words["layout"] == "document_zigzag"
-    assert not SequenceParallelConfig.from_dict(words).leaves_open
+def test_plan_prices_short_documents(wallfacer_json, ranks: str) -> None:
+    cluster = ["--topology", "h100-8x400g", "--ranks", ranks, "--seqlen", "65536"]
+    one = wallfacer_json("plan", *cluster)
+    packed = wallfacer_json("plan", *cluster, "--documents", "1024", "--layout", "document_zigzag")
+    fastest = packed["plans"][0]
+    assert fastest["predicted_s"] < one["plans"][0]["predicted_s"] / 4
+    assert "counted message by message" in packed["reason"]
+    assert fastest["config"]["layout"] == "document_zigzag"
+    assert not SequenceParallelConfig.from_dict(fastest["config"]).leaves_open
 
 
-@pytest.mark.parametrize("near", [["--documents", "512"], ["--window", "512"]])
-def test_plan_counts_a_part_of_many_ranks(wallfacer, near: list[str]) -> None:
-    cluster = ["--topology", "h100-8x400g", "--ranks", "128", "--seqlen", "262144"]
-    told = json.loads(wallfacer("plan", *cluster, *near, "--json")[1])
-    some = 64 if "--documents" in near else 32
-    assert told["reason"].split(". ")[2].startswith(f"{some} ranks stand for all 128")
-    assert "counted message by message" in told["reason"]
-    assert told["topology"]["hosts"] == 16
-    assert all(plan["config"]["sequence_parallel_size"] == 128 for plan in told["plans"])
-    code, out, _ = wallfacer("plan", *cluster, *near)
+@pytest.mark.parametrize(
+    ("option", "counted"), [(["--documents", "512"], 64), (["--window", "512"], 32)]
+)
+def test_plan_counts_the_messages_of_a_part_of_many_ranks(
+    wallfacer, wallfacer_json, option: list[str], counted: int
+) -> None:
+    args = ["plan", "--topology", "h100-8x400g", "--ranks", "128", "--seqlen", "262144", *option]
+    result = wallfacer_json(*args)
+    assert result["reason"].split(". ")[2].startswith(f"{counted} ranks stand for all 128")
+    assert "counted message by message" in result["reason"]
+    assert result["topology"]["hosts"] == 16
+    assert all(plan["config"]["sequence_parallel_size"] == 128 for plan in result["plans"])
+    code, out, _ = wallfacer(*args)
     assert code == 0 and "16 hosts x 8 ranks" in out
-    assert json.loads(out[out.index("{") :]) == told["plans"][0]["config"]
+    assert json.loads(out[out.index("{") :]) == result["plans"][0]["config"]
 
 
-def test_plan_counts_what_a_call_does(wallfacer) -> None:
-    told = wallfacer("plan", "--ranks", "64", "--window", "512", "--seqlen", "262144", "--json")[1]
-    assert "32 ranks stand for all 64" in json.loads(told)["reason"]
+def test_with_a_window_32_ranks_stand_for_64(wallfacer_json) -> None:
+    result = wallfacer_json("plan", "--ranks", "64", "--window", "512", "--seqlen", "262144")
+    assert "32 ranks stand for all 64" in result["reason"]
 
 
 def test_plan_refuses_long_documents_on_more_ranks_than_it_counts(wallfacer) -> None:

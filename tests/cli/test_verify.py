@@ -1,4 +1,4 @@
-"""`wallfacer verify`: a model of a folder on ranks that are threads."""
+"""`wallfacer verify`: a model of a folder on ranks, which are threads, beside the model alone."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "entry_points", lambda group: [point])
 
 
-def save(folder: Path, weights: bool, **words: Any) -> str:
-    config = transformers.LlamaConfig(**SMALL, **HEADS, **words)
-    model = transformers.LlamaForCausalLM(config)
+def save_model(folder: Path, weights: bool) -> str:
+    """Save a small Llama, or its config alone; the folder."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **HEADS))
     if weights:
         model.save_pretrained(folder)
     else:
@@ -39,10 +39,10 @@ def save(folder: Path, weights: bool, **words: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("weights", "words"), [(True, ()), (False, ("--ulysses-degree", "2", "--layout", "contiguous"))]
+    ("weights", "args"), [(True, ()), (False, ("--ulysses-degree", "2", "--layout", "contiguous"))]
 )
-def test_a_model_that_is_right(wallfacer, tmp_path: Path, weights: bool, words: Any) -> None:
-    code, out, err = wallfacer("verify", "--model", save(tmp_path, weights), *ON_FOUR, *words)
+def test_an_exact_model_passes(wallfacer, tmp_path: Path, weights: bool, args: Any) -> None:
+    code, out, err = wallfacer("verify", "--model", save_model(tmp_path, weights), *ON_FOUR, *args)
     drawn = "" if weights else " with drawn weights"
     assert code == 0, err
     assert out.splitlines()[-1].startswith(
@@ -50,23 +50,25 @@ def test_a_model_that_is_right(wallfacer, tmp_path: Path, weights: bool, words: 
     )
 
 
-def test_a_model_that_is_not(wallfacer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_mixes_tokens_outside_of_attention_fails(
+    wallfacer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     mlp = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: mlp(self, x + x.roll(1, dims=1)))
-    code, _, err = wallfacer("verify", "--model", save(tmp_path, False), *ON_FOUR)
+    code, _, err = wallfacer("verify", "--model", save_model(tmp_path, False), *ON_FOUR)
     assert code == 1
     assert "what it gives on one: the output of model.layers.0.mlp.gate_proj is the first" in err
 
 
-def test_what_cannot_be_read_is_refused(wallfacer, tmp_path: Path) -> None:
+def test_a_bad_folder_and_bad_options_are_refused(wallfacer, tmp_path: Path) -> None:
     code, _, err = wallfacer("verify", "--model", str(tmp_path), *ON_FOUR)
     assert code == 2 and f"--model {tmp_path}: there is no config.json" in err
-    model = ("verify", "--model", save(tmp_path, False))
-    for size, told in (("1", "at least 2, got 1"), ("257", "at most 256, got 257")):
+    model = ("verify", "--model", save_model(tmp_path, False))
+    for size, bound in (("1", "at least 2, got 1"), ("257", "at most 256, got 257")):
         code, _, err = wallfacer(*model, "--sequence-parallel-size", size)
-        assert code == 2 and f"--sequence-parallel-size must be {told}" in err
+        assert code == 2 and f"--sequence-parallel-size must be {bound}" in err
     code, _, err = wallfacer(*model, *ON_FOUR, "--layout", "document_zigzag")
     assert code == 2 and "--layout must be one of ['zigzag', 'contiguous']" in err
     path = tmp_path / "config.json"

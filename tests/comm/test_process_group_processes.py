@@ -1,4 +1,4 @@
-"""A gloo process group as a communicator: the contract, and what happens when a peer is gone."""
+"""A gloo process group as a communicator: its contract, and the errors when a peer is gone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -22,59 +22,62 @@ from wf_backends.comm.staging import Staged
 pytestmark = pytest.mark.processes
 
 
-def everything(comm: Communicator) -> dict[str, object]:
-    """All that can share one start of the processes."""
+def run_checks(comm: Communicator) -> dict[str, object]:
+    """All checks of this file that can run in the same processes."""
     facts: dict[str, object] = {
         "type": type(comm).__name__,
         "on_host": comm.on_host,
         "contract": comm_contract.run_all(comm),
         "device": refuse_device(comm),
-        "missing": missing(comm, timedelta(seconds=0.5), None),
-        "missing soon": missing(comm, timedelta(seconds=60), 0.5),
+        "missing, timeout of the group": wait_in_vain(comm, timedelta(seconds=0.5), None),
+        "missing, timeout of the communicator": wait_in_vain(comm, timedelta(seconds=60), 0.5),
     }
     if comm.size == 4:
         assert isinstance(comm, GroupComm)
         facts |= {
-            "staged": ring(comm, partial(Staged, comm.post)),
-            "batched": ring(comm, comm._post_batch),
-            "subgroup": subgroup(comm),
-            "own": own(comm.group),
+            "staged": send_around_a_ring(comm, partial(Staged, comm.post)),
+            "batched": send_around_a_ring(comm, comm._post_batch),
+            "subgroup": run_contract_in_subgroups(comm),
+            "own group": make_own_group(comm.group),
         }
     return facts
 
 
-def own(world: dist.ProcessGroup) -> tuple[bool, bool]:
-    """Whether a group of one's own is another one, and whether it waits as long."""
+def make_own_group(world: dist.ProcessGroup) -> tuple[bool, bool]:
+    """Whether `own_group()` is another group than the world, and whether its timeout is equal."""
     group = own_group()
     assert group is not None
     return group is not world, timeout_of(group) == timeout_of(world) is not None
 
 
-def missing(comm: Communicator, group_timeout: timedelta, timeout: float | None) -> str:
-    """A silent peer and a short timeout; nobody leaves before rank 0 has said so."""
-    impatient = make_comm(dist.new_group(timeout=group_timeout), timeout)
-    words = comm_contract.skip_a_message(impatient)
-    comm_contract.exchange(comm)
-    return words
+def wait_in_vain(comm: Communicator, group_timeout: timedelta, timeout: float | None) -> str:
+    """The error of rank 0, which waits for a message that is never sent."""
+    error = comm_contract.skip_a_message(make_comm(dist.new_group(timeout=group_timeout), timeout))
+    comm_contract.exchange(comm)  # no rank ends before the timeout of rank 0
+    return error
 
 
-def ring(comm: Communicator, post: Callable[..., Pending]) -> float:
-    """What the left neighbour sent by `post`: the ways of CUDA tensors, tried with CPU tensors."""
-    landing = torch.empty(())
+def send_around_a_ring(comm: Communicator, post: Callable[..., Pending]) -> float:
+    """The number that the left neighbour sent by `post`.
+
+    `post` is one of the two paths of CUDA tensors, run here with CPU tensors.
+    """
+    received = torch.empty(())
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    post("ring", [(right, torch.tensor(float(comm.rank)))], [(left, landing)]).wait()
-    return landing.item()
+    post("ring", [(right, torch.tensor(float(comm.rank)))], [(left, received)]).wait()
+    return received.item()
 
 
-def subgroup(comm: Communicator) -> dict[str, str]:
-    """Ranks 3, 1 and 0, 2 as groups of their own: peers are ranks in the group."""
-    groups = [dist.new_group([3, 1], sort_ranks=False), dist.new_group([0, 2])]
-    mine = make_comm(groups[1 - comm.rank % 2])
-    assert isinstance(mine, GroupComm)
-    assert mine.rank == {3: 0, 1: 1, 0: 0, 2: 1}[comm.rank]
+def run_contract_in_subgroups(comm: Communicator) -> dict[str, str]:
+    """Groups of ranks [3, 1] and [0, 2]: peers are ranks in the group."""
+    odd, even = dist.new_group([3, 1], sort_ranks=False), dist.new_group([0, 2])
+    own, other = (odd, even) if comm.rank % 2 else (even, odd)
+    subgroup = make_comm(own)
+    assert isinstance(subgroup, GroupComm)
+    assert subgroup.rank == {3: 0, 1: 1, 0: 0, 2: 1}[comm.rank]
     with pytest.raises(ValueError, match=f"does not hold this process .global rank {comm.rank}"):
-        make_comm(groups[comm.rank % 2])
-    return comm_contract.run_all(mine)
+        make_comm(other)
+    return comm_contract.run_all(subgroup)
 
 
 def refuse_device(comm: Communicator) -> str:
@@ -85,24 +88,32 @@ def refuse_device(comm: Communicator) -> str:
     return "no error"
 
 
-def die(comm: Communicator) -> str:
-    """Rank 1 dies before it sends again; rank 0 must hear of it long before the timeout."""
+def exit_between_two_hops(comm: Communicator) -> None:
+    """Rank 1 exits after a first hop; the error on rank 0 comes long before the timeout of 60 s."""
     other = 1 - comm.rank
-    comm.post("hop 6", [(other, torch.ones(2))], [(other, torch.empty(2))]).wait()  # both are there
+    comm.post("hop 6", [(other, torch.ones(2))], [(other, torch.empty(2))]).wait()
     if comm.rank == 1:
         os._exit(7)
     start = time.monotonic()
     try:
         comm.post("hop 7", [(1, torch.ones(2))], [(1, torch.empty(2))]).wait()
-    except RuntimeError as error:
+    finally:
         assert time.monotonic() - start < 10
-        return str(error)
-    return "no error"
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@cache
+def results_of(size: int) -> list[dict[str, object]]:
+    return run_processes(size, run_checks)
+
+
+@pytest.fixture(params=[2, 4])
 def ranks(request):
-    return run_processes(request.param, everything)
+    return results_of(request.param)
+
+
+@pytest.fixture
+def four_ranks():
+    return results_of(4)
 
 
 @pytest.mark.parametrize("check", comm_contract.NAMES)
@@ -118,59 +129,58 @@ def test_default_group_becomes_a_group_comm(ranks):
 
 def test_missing_message_names_ranks_and_label(ranks):
     size = len(ranks)
-    words = f"rank 0 of {size}: 'hop 7', the message from rank {size - 1} failed: "
-    for found in (ranks[0]["missing"], ranks[0]["missing soon"]):
-        assert found.startswith(words)
-        assert "Timed out" in found
+    for source in ("group", "communicator"):
+        error = ranks[0][f"missing, timeout of the {source}"]
+        assert error.startswith(
+            f"rank 0 of {size}: 'hop 7', the message from rank {size - 1} failed: "
+        )
+        assert "Timed out" in error
 
 
-def test_a_device_the_group_cannot_serve_is_refused(ranks):
+def test_tensors_of_a_device_without_a_backend_are_refused(ranks):
     for facts in ranks:
         assert "cannot move meta tensors, which 'hop' sends" in facts["device"]
 
 
-def test_subgroups_and_the_ways_of_cuda_tensors(ranks):
-    if len(ranks) == 4:
-        assert all(facts["subgroup"] == {} for facts in ranks)
-        assert [facts["staged"] for facts in ranks] == [3.0, 0.0, 1.0, 2.0]
-        assert [facts["batched"] for facts in ranks] == [3.0, 0.0, 1.0, 2.0]
+def test_subgroups_keep_the_contract(four_ranks):
+    assert all(facts["subgroup"] == {} for facts in four_ranks)
 
 
-def test_a_group_of_ones_own_waits_as_long(ranks):
-    if len(ranks) == 4:
-        assert all(facts["own"] == (True, True) for facts in ranks)
+@pytest.mark.parametrize("path", ["staged", "batched"])
+def test_messages_on_the_paths_of_cuda_tensors_arrive(four_ranks, path):
+    assert [facts[path] for facts in four_ranks] == [3.0, 0.0, 1.0, 2.0]
 
 
-def test_no_job_has_no_group_of_its_own():
+def test_own_group_is_a_new_group_with_the_same_timeout(four_ranks):
+    assert all(facts["own group"] == (True, True) for facts in four_ranks)
+
+
+def test_without_a_job_there_is_no_own_group():
     assert own_group() is None
 
 
 def test_a_dead_peer_is_named():
     with pytest.raises(RuntimeError, match="rank 1: ended with exit code 7") as error:
-        run_processes(2, die_and_tell, group_timeout=60)
+        run_processes(2, exit_between_two_hops, group_timeout=60)
     assert "rank 0 of 2: 'hop 7', the message from rank 1 failed: " in str(error.value)
 
 
-def outlive_its_group(comm: Communicator) -> list[str]:
-    """What attention says of a group that was destroyed, and where there is another one since."""
+def attend_after_destroying_the_group(comm: Communicator) -> list[str]:
+    """The errors of attention: without a group, and with a new one in place of the destroyed."""
     sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
-    x, told = torch.ones(1, 8, 2, 8), list[str]()
+    x, errors = torch.ones(1, 8, 2, 8), list[str]()
     sp.attention(x, x, x)
     dist.destroy_process_group()
-    for _ in range(2):
-        with pytest.raises(RuntimeError) as error:
-            sp.attention(x, x, x)
-        told.append(str(error.value))
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return told
+    with pytest.raises(RuntimeError) as error:
+        sp.attention(x, x, x)
+    errors.append(str(error.value))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(RuntimeError) as error:
+        sp.attention(x, x, x)
+    return [*errors, str(error.value)]
 
 
-def test_a_group_that_was_destroyed_is_named():
-    for rank, told in enumerate(run_processes(2, outlive_its_group)):
-        says = f"rank {rank} of 2: the process group was destroyed"
-        assert all(error.startswith(says) for error in told)
-
-
-def die_and_tell(comm: Communicator) -> None:
-    raise AssertionError(die(comm))
+def test_attention_names_a_group_that_was_destroyed():
+    for rank, errors in enumerate(run_processes(2, attend_after_destroying_the_group)):
+        start = f"rank {rank} of 2: the process group was destroyed"
+        assert all(error.startswith(start) for error in errors)

@@ -1,4 +1,4 @@
-"""Threads as ranks: the contract, and what makes them stricter than a network."""
+"""Threads as ranks: the contract of a communicator, and checks that a network does not make."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def fail_on_rank_2(comm: Communicator) -> str:
     return "no error"
 
 
-def test_first_error_is_raised_and_frees_every_waiting_rank():
+def test_an_error_of_one_rank_ends_the_waits_of_all():
     start = time.monotonic()
     with pytest.raises(KeyError, match="the real reason"):
         run_threads(4, fail_on_rank_2, timeout=30)
     assert time.monotonic() - start < 5
 
 
-def test_abort_reaches_waiting_ranks_with_name_and_reason():
+def test_a_waiting_rank_raises_the_error_of_the_first_rank_that_failed():
     world = World(2, timeout=30)
     pending = world.comm(0).post("hop 7", [], [(1, torch.empty(2))])
     world.abort(1, KeyError("the real reason"))
@@ -71,37 +71,35 @@ def test_a_receive_read_too_early_is_nan():
 def test_a_send_buffer_changed_before_the_wait_is_reported():
     comm = World(2).comm(0)
     buffer = torch.full((3,), torch.nan)
-    unchanged = comm.post("hop 6", [(1, buffer)], [])
-    unchanged.wait()  # NaN equals itself here
+    comm.post("hop 6", [(1, buffer)], []).wait()  # unchanged: NaN counts as equal to itself
     pending = comm.post("hop 7", [(1, buffer)], [])
-    buffer += 1
     buffer.zero_()
     with pytest.raises(RuntimeError, match=r"rank 0 changed a buffer .* to rank 1 in 'hop 7'"):
         pending.wait()
 
 
-def test_a_sent_message_does_not_follow_its_buffer():
+def test_a_change_of_the_send_buffer_after_the_wait_does_not_change_the_message():
     world = World(2)
-    buffer, landing = torch.ones(3), torch.empty(3)
+    buffer, received = torch.ones(3), torch.empty(3)
     world.comm(0).post("hop", [(1, buffer)], []).wait()
     buffer.zero_()
-    world.comm(1).post("hop", [], [(0, landing)]).wait()
-    assert torch.equal(landing, torch.ones(3))
+    world.comm(1).post("hop", [], [(0, received)]).wait()
+    assert torch.equal(received, torch.ones(3))
 
 
 @pytest.mark.parametrize(
-    ("sent", "landing", "words"),
+    ("sent", "buffer", "message"),
     [
         (torch.ones(3), torch.empty(4), "sent 3 x torch.float32 to rank 0.* 4 x torch.float32"),
         (torch.ones(3), torch.ones(3).long(), "sent 3 x torch.float32 .* 3 x torch.int64"),
     ],
     ids=["size", "dtype"],
 )
-def test_mismatch_names_both_sides(sent, landing, words):
+def test_an_error_about_a_wrong_size_or_dtype_names_both_sides(sent, buffer, message):
     world = World(2)
     world.comm(1).post("hop 7", [(0, sent)], [])
-    pending = world.comm(0).post("hop 7", [], [(1, landing)])
-    with pytest.raises(RuntimeError, match="'hop 7' rank 1 " + words):
+    pending = world.comm(0).post("hop 7", [], [(1, buffer)])
+    with pytest.raises(RuntimeError, match="'hop 7' rank 1 " + message):
         pending.wait()
 
 
@@ -111,26 +109,26 @@ def test_make_comm_without_a_launcher_is_one_rank():
     assert (comm.rank, comm.size) == (0, 1)
 
 
-def test_make_comm_refuses_what_is_no_group():
+def test_make_comm_refuses_an_integer():
     with pytest.raises(ValueError, match=r"group must be .* got builtins\.int: 3"):
         make_comm(3)
 
 
-@pytest.mark.parametrize("way", ["send", "receive"])
-def test_non_contiguous_buffers_are_our_own_mistake(way):
+@pytest.mark.parametrize("side", ["send", "receive"])
+def test_a_non_contiguous_buffer_fails_an_assertion(side):
     messages = [(1, torch.ones(3, 2).t())]
-    sends, recvs = (messages, []) if way == "send" else ([], messages)
+    sends, recvs = (messages, []) if side == "send" else ([], messages)
     with pytest.raises(AssertionError, match="'hop 7'.*contiguous"):
         World(2).comm(0).post("hop 7", sends, recvs)
 
 
-def test_a_message_to_oneself_is_our_own_mistake():
+def test_a_message_to_itself_fails_an_assertion():
     with pytest.raises(AssertionError, match="'hop 7'.*itself"):
         World(2).comm(0).post("hop 7", [(0, torch.ones(1))], [])
 
 
-def test_what_one_post_sends_another_must_receive_at_once():
-    def apart(comm):
+def test_messages_of_one_post_must_be_received_by_one_post():
+    def receive_in_two_posts(comm):
         x, y = torch.zeros(2), torch.zeros(2)
         if comm.rank == 0:
             comm.post("both", [(1, x), (1, y)], []).wait()
@@ -139,4 +137,4 @@ def test_what_one_post_sends_another_must_receive_at_once():
             comm.post("second", [], [(0, y)]).wait()
 
     with pytest.raises(RuntimeError, match="'second'"):
-        run_threads(2, apart, timeout=5)
+        run_threads(2, receive_in_two_posts, timeout=5)

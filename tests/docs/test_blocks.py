@@ -62,11 +62,11 @@ def test_json_is_what_its_reader_takes(block: Block, tmp_path: Path):
 def _read_colossalai(words: dict[str, Any], folder: Path) -> None:
     pytest.importorskip("colossalai", reason="ColossalAI is not installed")
     from wf_colossalai.config import load as load_file
-    from wf_colossalai.config import sequence_parallel_words
+    from wf_colossalai.config import sequence_parallel_config
 
     path = folder / "config.json"
     path.write_text(json.dumps(words))
-    SequenceParallelConfig.from_dict(sequence_parallel_words(load_file(path)))
+    SequenceParallelConfig.from_dict(sequence_parallel_config(load_file(path)))
 
 
 def _read_torch(words: dict[str, Any], folder: Path) -> None:

@@ -20,7 +20,7 @@ from deepspeed.utils import safe_get_full_grad, set_z3_leaf_module
 import wf_deepspeed
 import wf_transformers
 from tests.integrations.deepspeed_jobs import text, tiny_llama
-from tests.tiling.test_tiles_processes import Collectives, error_of
+from tests.tiling.helpers import Collectives, error_message
 from wf_backends.tiling import Tiles, tile_modules
 
 STEPS = 2
@@ -119,7 +119,7 @@ def error_without_leaves() -> str:
     model = tiny_llama(1)
     tile_modules(model, [Tiles("model.layers.0.mlp", 1, 3)])
     engine, *_ = deepspeed.initialize(model=model, config=config(3))
-    return error_of(lambda: engine(next(text(0))["input_ids"]))
+    return error_message(lambda: engine(next(text(0))["input_ids"]))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch import nn  # noqa: E402
 
 import wf_accelerate  # noqa: E402
 from tests.integrations.deepspeed_jobs import tiny_llama  # noqa: E402
-from wf_transformers import ModelWords, TrainingBudget, plan_tiles  # noqa: E402
+from wf_transformers import ModelOptions, TrainingBudget, plan_tiles  # noqa: E402
 
 ONE = {"sequence_parallel_size": 1}
 
@@ -23,13 +23,13 @@ ONE = {"sequence_parallel_size": 1}
 def test_what_the_words_say() -> None:
     words = {"sequence_parallel_size": 2, "autochunk": {"max_memory": "8GB", "seqlen": 4096}}
     budget = TrainingBudget(8 * 10**9, 0.1, 4096)
-    assert ModelWords.split(words) == (
+    assert ModelOptions.split(words) == (
         {"sequence_parallel_size": 2},
-        ModelWords(autochunk=budget),
+        ModelOptions(autochunk=budget),
     )
-    assert ModelWords.split(ONE) == (ONE, ModelWords())
-    assert TrainingBudget.from_words({"max_memory": 0.5}).max_memory == 0.5
-    assert TrainingBudget.from_words({}) == TrainingBudget(None, 0.1, None)
+    assert ModelOptions.split(ONE) == (ONE, ModelOptions())
+    assert TrainingBudget.from_dict({"max_memory": 0.5}).max_memory == 0.5
+    assert TrainingBudget.from_dict({}) == TrainingBudget(None, 0.1, None)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_what_the_words_say() -> None:
 )
 def test_wrong_words_are_refused_by_name(words: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        ModelWords.split(ONE | {"autochunk": words})
+        ModelOptions.split(ONE | {"autochunk": words})
 
 
 def test_models_that_cannot_be_planned_are_refused() -> None:

@@ -21,7 +21,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
 )
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
-from wf_transformers import Checkpointing, ModelWords, checkpoints  # noqa: E402
+from wf_transformers import Checkpointing, ModelOptions, checkpoints  # noqa: E402
 
 OFFLOAD = {"offload": True}
 DOCUMENTS = (0, 5, 16, 23)
@@ -119,9 +119,9 @@ def test_remove_leaves_the_model_as_it_was(before: bool, seen: Any) -> None:
 
 def test_the_words_are_split_from_the_others() -> None:
     words = {"sequence_parallel_size": 2, "activation_checkpointing": OFFLOAD}
-    run = ModelWords(Checkpointing(offload=True))
-    assert ModelWords.split(words) == ({"sequence_parallel_size": 2}, run)
-    assert ModelWords.split({"route": "ring"}) == ({"route": "ring"}, ModelWords())
+    run = ModelOptions(Checkpointing(offload=True))
+    assert ModelOptions.split(words) == ({"sequence_parallel_size": 2}, run)
+    assert ModelOptions.split({"route": "ring"}) == ({"route": "ring"}, ModelOptions())
 
 
 @pytest.mark.parametrize(

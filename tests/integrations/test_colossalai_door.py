@@ -223,13 +223,13 @@ def test_a_missing_file_and_a_token_average_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no file"):
         WallFacerPlugin.from_config(tmp_path / "none.json")
     with pytest.raises(NotImplementedError, match="loss_average"):
-        config.sequence_parallel_words({"wallfacer": {"loss_average": "token"}})
+        config.sequence_parallel_config({"wallfacer": {"loss_average": "token"}})
 
 
 def test_a_block_that_is_not_enabled_switches_off() -> None:
-    words = config.sequence_parallel_words({"wallfacer": {"enabled": False, "route": "ring"}})
+    words = config.sequence_parallel_config({"wallfacer": {"enabled": False, "route": "ring"}})
     assert words == {"sequence_parallel_size": 1}
-    assert config.sequence_parallel_words({}) == words
+    assert config.sequence_parallel_config({}) == words
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_a_block_that_is_not_enabled_is_checked_all_the_same(
     block: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        config.sequence_parallel_words({"wallfacer": block})
+        config.sequence_parallel_config({"wallfacer": block})
 
 
 @pytest.mark.parametrize(
@@ -316,5 +316,5 @@ def test_nothing_but_tests_and_the_example_uses_the_cpu_stand_in() -> None:
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
 def test_published_settings_are_well_formed(path: Path) -> None:
     loaded = config.load(path)
-    assert config.sequence_parallel_words(loaded)["sequence_parallel_size"] > 1
+    assert config.sequence_parallel_config(loaded)["sequence_parallel_size"] > 1
     assert json.dumps(loaded["optimizer"])

@@ -28,7 +28,7 @@ from tests.integrations.families import (  # noqa: E402
 )
 from tests.integrations.results import Result, assert_shares_sum_to, run_on_shard  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
-from wf_transformers import ModelWords  # noqa: E402
+from wf_transformers import ModelOptions  # noqa: E402
 
 DEEPSEEK = FAMILIES["deepseek_v3"]
 NUM_HEADS = 4
@@ -124,7 +124,7 @@ def test_verify_passes(num_latents: int) -> None:
     def rank(comm: Any) -> Any:
         config = SequenceParallelConfig.from_dict({"sequence_parallel_size": 2, **RING})
         sp, model = SequenceParallel(config, comm), models[comm.rank]
-        attach = ModelWords(latents=True).attaching(
+        attach = ModelOptions(latents=True).attaching(
             model, lambda: wf_transformers.attach_model(model, sp)
         )
         return wf_transformers.verify(model, sp, attach, "strict")
@@ -147,9 +147,9 @@ def one_rank() -> SequenceParallel:
 
 
 def test_the_option_is_a_boolean() -> None:
-    assert ModelWords.split({"latents": True})[1] == ModelWords(latents=True)
+    assert ModelOptions.split({"latents": True})[1] == ModelOptions(latents=True)
     with pytest.raises(ValueError, match='"latents" must be true or false, got 3'):
-        ModelWords.split({"latents": 3})
+        ModelOptions.split({"latents": 3})
 
 
 def test_a_model_without_latents_is_refused_and_restored() -> None:
@@ -162,7 +162,7 @@ def test_a_model_without_latents_is_refused_and_restored() -> None:
 def test_latents_beside_dsp_are_refused() -> None:
     """DSP's handle has registered no attention."""
     handle = wf_transformers.Handle(one_rank())
-    attach = ModelWords(latents=True).attaching(build(DEEPSEEK), lambda: handle)
+    attach = ModelOptions(latents=True).attaching(build(DEEPSEEK), lambda: handle)
     with pytest.raises(ValueError, match='not beside "dsp"'):
         attach()
 

@@ -45,7 +45,7 @@ from tests.integrations.verify_models import (  # noqa: E402
     vision_model,
 )
 from wf_transformers import (  # noqa: E402
-    ModelWords,
+    ModelOptions,
     WholeBatchHooks,
     attach_by,
     attach_model,
@@ -157,7 +157,7 @@ def whole_batches(original: Any, given: dict[str, Any], size: int = 2) -> None:
             return handle
 
         wf_transformers.verify(model, sp, attached, "strict", whole_batches=True)
-        handle, _ = attach_by(ModelWords(verify="strict"), model, sp, lambda: attached())
+        handle, _ = attach_by(ModelOptions(verify="strict"), model, sp, lambda: attached())
         model(**given).loss.backward()
         handle.remove()
 
@@ -260,7 +260,7 @@ def call_inside(original: Any, whole: bool, *names: str, **more: Any) -> None:
 
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm), copy.deepcopy(original)
-        words = ModelWords(verify="strict")
+        words = ModelOptions(verify="strict")
         handle, _ = attach_by(words, model, sp, lambda: attach_model(model, sp))
         if whole:
             WholeBatchHooks(model, handle)
@@ -315,7 +315,7 @@ def test_a_part_is_compared_where_the_batch_is_cut(right: bool) -> None:
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm), copy.deepcopy(original)
         handle, _ = attach_by(
-            ModelWords(verify="strict"),
+            ModelOptions(verify="strict"),
             model,
             sp,
             lambda: attach_pretrained(wf_transformers.outermost(model), sp),

@@ -90,7 +90,7 @@ def test_named_placement_is_taken_in_both_passes() -> None:
     placement = {"name": "concentric", "team_size": 2, "order": [2, 0, 1], "reverse": True}
     choice = plan_of(config(route=placement)).choice
     assert choice.forward == choice.backward
-    assert choice.forward.to_words() == placement
+    assert choice.forward.to_dict() == placement
 
 
 def test_named_forward_route_is_taken_beside_an_auto_backward_route() -> None:

@@ -24,10 +24,10 @@ from wf_backends.cost.workload import (
 )
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.lowering.ulysses_groups import UlyssesGroups
+from wf_backends.planner.explanation import scheme
 from wf_backends.planner.plan import Choice, Plan, Request
 from wf_backends.planner.proxy import representative
 from wf_backends.planner.search import best_plan, price_plan
-from wf_backends.planner.words import scheme
 from wf_backends.schedule.mask import CAUSAL, Mask
 from wf_backends.schedule.placement import Placed, place, placements
 

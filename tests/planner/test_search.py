@@ -121,7 +121,7 @@ def test_in_closed_form_the_first_route_of_each_shape_is_a_candidate() -> None:
     plans = all_plans(Request(cluster(1, 16), Workload(SHAPE, 2400), degrees=(1,)))
     routes = {plan.choice.forward for plan in plans}
     assert all(placed.in_rank_order for placed in routes)
-    assert len(routes) == len({placed.words for placed in placements(16)})
+    assert len(routes) == len({placed.fields for placed in placements(16)})
 
 
 def test_in_closed_form_a_named_order_of_digits_is_kept() -> None:

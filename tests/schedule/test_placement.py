@@ -66,12 +66,12 @@ def test_a_reversed_ring_hops_towards_higher_ranks() -> None:
 @pytest.mark.parametrize("size", (1, 4, 8, 12, 16))
 def test_every_placement_can_be_written_and_read(size: int) -> None:
     for placed in placements_both_ways(size):
-        assert read_placed(placed.to_words(), size) == placed
+        assert read_placed(placed.to_dict(), size) == placed
 
 
 def test_defaults_of_a_placement_are_not_written() -> None:
     route = {"name": "concentric", "team_size": 2, "order": [0, 1, 2], "reverse": False}
-    assert read_placed(route, 8).to_words() == {"name": "concentric", "team_size": 2}
+    assert read_placed(route, 8).to_dict() == {"name": "concentric", "team_size": 2}
 
 
 def test_the_order_of_the_digits_may_be_a_tuple() -> None:
@@ -107,9 +107,9 @@ def test_host_size_is_read_and_written() -> None:
     route = {"name": "all_gather", "host_size": 4}
     placed = read_placed(route, 8)
     assert placed.host_size == 4
-    assert placed.to_words() == route
+    assert placed.to_dict() == route
     assert str(placed) == "all_gather, once to hosts of 4"
-    assert read_placed({"name": "ring", "host_size": 1}, 8).to_words() == {"name": "ring"}
+    assert read_placed({"name": "ring", "host_size": 1}, 8).to_dict() == {"name": "ring"}
 
 
 @pytest.mark.parametrize("route", ({"name": "ring"}, {"name": "double_ring", "inner": 2}))

@@ -1,10 +1,12 @@
-"""Logits and loss by parts: the loss and the gradients are those of the whole logits."""
+"""Logits and loss computed tile by tile: loss and gradients equal those of all logits at once.
+
+The reference is the same model without tiles, in float64. Each test runs with torch's
+`linear_cross_entropy`, and with our own products as in a torch that has none.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,27 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from tests.tiling.helpers import ForCausalLMLoss, assert_close, tiled_modules
 from wf_backends.tiling import Tiles, tile_modules
 
-VOCABULARY, WIDTH, BATCH, SEQLEN, TILES = 40, 8, 2, 13, 4
-Given = dict[str, Any]
-
-
-def ForCausalLMLoss(  # noqa: N802 - transformers' name, and what it computes, in the logits' dtype
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    num_items_in_batch: int | None = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-) -> Tensor:
-    if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    words: Given = {"ignore_index": ignore_index, "reduction": reduction}
-    loss = F.cross_entropy(logits.view(-1, vocab_size), shift_labels.reshape(-1), **words)
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
+VOCABULARY, WIDTH, BATCH, SEQLEN, NUM_TILES = 40, 8, 2, 13, 4
+Batch = dict[str, Any]
 
 
 class Causal(nn.Module):
@@ -44,159 +32,190 @@ class Causal(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=bias)
         self.scale, self.loss_function = scale, ForCausalLMLoss
 
-    def forward(self, ids: Tensor, labels: Tensor | None = None, **words: Any) -> Given:
+    def forward(
+        self, ids: Tensor, labels: Tensor | None = None, **loss_kwargs: Any
+    ) -> dict[str, Tensor]:
         logits = self.head(self.inner(self.embed(ids)).tanh())
         if self.scale is not None:
             logits = logits * self.scale
         if labels is None:
             return {"logits": logits}
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY, **words)
+        loss = self.loss_function(
+            logits=logits, labels=labels, vocab_size=VOCABULARY, **loss_kwargs
+        )
         return {"loss": loss, "logits": logits}
 
 
-def model_of(**words: Any) -> Causal:
+def build_model(**kwargs: Any) -> Causal:
     torch.manual_seed(0)
-    return Causal(**words).double()
+    return Causal(**kwargs).double()
 
 
-def batch() -> Given:
+def make_batch() -> Batch:
     ids = torch.randint(VOCABULARY, (BATCH, SEQLEN), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[0, :9] = -100  # tiles differ in how many labels they have; some have none
     return {"ids": ids, "labels": labels}
 
 
-def losses(model: nn.Module, given: Given) -> list[Tensor]:
-    """The loss, and its gradients."""
+def head_tiles(num_tiles: int = NUM_TILES) -> list[Tiles]:
+    return [Tiles("head", 1, num_tiles, loss=True)]
+
+
+def loss_and_gradients(model: nn.Module, batch: Batch) -> list[Tensor]:
     model.zero_grad()
-    loss = model(**given)["loss"]
-    (loss * 0.3).backward()
+    loss = model(**batch)["loss"]
+    (loss * 0.3).backward()  # a factor behind the loss must reach the gradients
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def same(found: list[Tensor], right: list[Tensor], tolerance: float = 1e-12) -> None:
-    for one, other in zip(found, right, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+@pytest.fixture(params=["linear_cross_entropy", "own products"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """torch's `linear_cross_entropy`, or our own products as in a torch that has none."""
+    if request.param == "own products":
+        monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
+    return request.param
 
 
-@contextmanager
-def without_torchs_own() -> Iterator[None]:
-    """As in a torch that has no `linear_cross_entropy`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(F, "linear_cross_entropy", raising=False)
-        yield
-
-
-WORDS: dict[str, Given] = {
+LOSSES: dict[str, Batch] = {
     "mean": {},
-    "sum over the caller's count": {"num_items_in_batch": 7},
-    "another label to ignore": {"ignore_index": 3},
-    "labels that were shifted": {"shift_labels": batch()["ids"].flip(1).contiguous()},
+    "sum over a given count": {"num_items_in_batch": 7},
+    "another ignored label": {"ignore_index": 3, "labels": make_batch()["labels"].clamp(min=3)},
+    "shifted labels": {"shift_labels": make_batch()["ids"].flip(1).contiguous()},
 }
 
 
-@pytest.mark.parametrize("name", WORDS)
-@pytest.mark.parametrize("bias", [False, True])
-def test_loss_and_gradients(name: str, bias: bool) -> None:
-    model, given = model_of(bias=bias), batch() | WORDS[name]
-    given["labels"] = given["labels"].clamp(min=3) if "ignore" in name else given["labels"]
-    right = losses(model, given)
-    for tiles in (1, TILES, 100):
-        for torchs in (nullcontext(), without_torchs_own()):
-            with torchs, tile_modules(model, [Tiles("head", 1, tiles, loss=True)]):
-                same(losses(model, given), right)
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("num_tiles", [1, NUM_TILES, 100])  # 100: more than tokens
+def test_loss_and_gradients_equal_those_of_all_logits(
+    loss: str, bias: bool, num_tiles: int
+) -> None:
+    model, batch = build_model(bias=bias), make_batch() | LOSSES[loss]
+    expected = loss_and_gradients(model, batch)
+    with tile_modules(model, head_tiles(num_tiles)):
+        assert_close(loss_and_gradients(model, batch), expected)
 
 
-def test_tied_and_frozen_heads() -> None:
-    for own in (True, False):
-        model = model_of()
-        model.head.weight = model.embed.weight
-        model.embed.weight.requires_grad_(own)
-        right = losses(model, batch())
-        for torchs in (nullcontext(), without_torchs_own()):
-            with torchs, tile_modules(model, [Tiles("head", 1, TILES, loss=True)]):
-                same(losses(model, batch()), right)
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+def test_head_that_is_tied_to_the_embedding(trained: bool) -> None:
+    model = build_model()
+    model.head.weight = model.embed.weight
+    model.embed.weight.requires_grad_(trained)
+    expected = loss_and_gradients(model, make_batch())
+    with tile_modules(model, head_tiles()):
+        assert_close(loss_and_gradients(model, make_batch()), expected)
 
 
-def test_a_loss_in_16_bits_is_a_float32() -> None:
-    model = model_of()
-    right = losses(model, batch())
+def test_loss_of_a_bfloat16_model_is_float32() -> None:
+    """Tolerances are those of bfloat16 parameters: 0.01 for the loss, 0.02 for gradients."""
+    model = build_model()
+    expected_loss, *expected_grads = loss_and_gradients(model, make_batch())
     model.bfloat16()
-    with tile_modules(model, [Tiles("head", 1, TILES, loss=True)]):
-        loss, *grads = losses(model, batch())
+    with tile_modules(model, head_tiles()):
+        loss, *grads = loss_and_gradients(model, make_batch())
     assert loss.dtype == torch.float32
-    same([loss.double()], right[:1], 0.01)
-    same([g.double() for g in grads], right[1:], 0.02)
+    assert_close([loss.double()], [expected_loss], 0.01)
+    assert_close([grad.double() for grad in grads], expected_grads, 0.02)
 
 
-def test_autocast_counts_for_the_logits() -> None:
-    model = model_of().float()
+def test_logits_are_computed_under_autocast() -> None:
+    model = build_model().float()
     with torch.autocast("cpu", torch.bfloat16):
-        right = model(**batch())["loss"]
-        with tile_modules(model, [Tiles("head", 1, TILES, loss=True)]):
-            found = losses(model, batch())[0]
-    same([found], [right.detach()], 1e-6)
+        expected = model(**make_batch())["loss"].detach()
+        with tile_modules(model, head_tiles()):
+            loss, *_ = loss_and_gradients(model, make_batch())
+    assert_close([loss], [expected], 1e-6)
 
 
-class Largest(TorchDispatchMode):
-    """The largest tensor that was made."""
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that an operator returns."""
 
     numel = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for one in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(one, Tensor):
-                self.numel = max(self.numel, one.numel())
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.numel = max([self.numel, *sizes])
         return out
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_there_are_never_all_logits(own: bool) -> None:
-    model, given = model_of(), batch()
-    given = {k: v.repeat(1, 20) for k, v in given.items()}
-    with Largest() as whole:
-        losses(model, given)
-    assert whole.numel == given["ids"].numel() * VOCABULARY
-    torchs = without_torchs_own() if own else nullcontext()
-    with torchs, tile_modules(model, [Tiles("head", 1, 8, loss=True)]), Largest() as tiled:
-        losses(model, given)
-    assert tiled.numel < whole.numel / 4
+@pytest.mark.usefixtures("kernel")
+def test_no_tensor_has_all_logits() -> None:
+    model = build_model()
+    batch = {key: value.repeat(1, 20) for key, value in make_batch().items()}
+    with LargestTensor() as untiled:
+        loss_and_gradients(model, batch)
+    assert untiled.numel == batch["ids"].numel() * VOCABULARY
+    with tile_modules(model, head_tiles(8)), LargestTensor() as tiled:
+        loss_and_gradients(model, batch)
+    assert tiled.numel < untiled.numel / 4
 
 
-def test_evaluation_and_calls_without_labels_have_their_logits() -> None:
-    model, given = model_of(), batch()
-    right = model(**given)
-    with tile_modules(model, [Tiles("head", 1, TILES, loss=True)]):
-        assert set(model(**given)) == {"loss"}
-        assert torch.equal(model(given["ids"])["logits"], right["logits"])
-        found = model.eval()(**given)
-        assert torch.equal(found["logits"], right["logits"])
-        assert torch.equal(found["loss"], right["loss"])
-        twin = copy.deepcopy(model).train()
-        nn.init.zeros_(twin.head.weight)
-        assert not torch.equal(twin(**given)["loss"], right["loss"])
-    assert torch.equal(model.train()(**given)["logits"], right["logits"])
-    assert model.loss_function is ForCausalLMLoss and "forward" not in vars(model.head)
+def test_tiled_training_returns_no_logits() -> None:
+    model = build_model()
+    with tile_modules(model, head_tiles()):
+        assert set(model(**make_batch())) == {"loss"}
 
 
-def test_a_model_that_changes_its_logits_is_refused() -> None:
-    model = model_of(scale=0.5)
+def test_call_without_labels_returns_logits() -> None:
+    model, batch = build_model(), make_batch()
+    expected = model(**batch)["logits"]
+    with tile_modules(model, head_tiles()):
+        assert torch.equal(model(batch["ids"])["logits"], expected)
+
+
+def test_evaluation_returns_loss_and_logits() -> None:
+    model, batch = build_model(), make_batch()
+    expected = model(**batch)
+    with tile_modules(model, head_tiles()):
+        out = model.eval()(**batch)
+    assert torch.equal(out["logits"], expected["logits"])
+    assert torch.equal(out["loss"], expected["loss"])
+
+
+def test_copy_of_a_tiled_model_computes_with_its_own_head() -> None:
+    model, batch = build_model(), make_batch()
+    expected = model(**batch)["loss"]
+    with tile_modules(model, head_tiles()):
+        copied = copy.deepcopy(model)
+        nn.init.zeros_(copied.head.weight)
+        assert not torch.equal(copied(**batch)["loss"], expected)
+        torch.testing.assert_close(model(**batch)["loss"], expected)
+
+
+def test_removing_tiles_restores_the_model() -> None:
+    model, batch = build_model(), make_batch()
+    expected = model(**batch)["logits"]
+    with tile_modules(model, head_tiles()):
+        assert tiled_modules(model)
+    assert torch.equal(model(**batch)["logits"], expected)
+    assert model.loss_function is ForCausalLMLoss and not tiled_modules(model)
+
+
+def test_model_that_changes_its_logits_is_refused() -> None:
+    model = build_model(scale=0.5)
     with (
-        tile_modules(model, [Tiles("head", 1, TILES, loss=True)]),
+        tile_modules(model, head_tiles()),
         pytest.raises(NotImplementedError, match="changes its logits before the loss"),
     ):
-        model(**batch())
+        model(**make_batch())
 
 
-def test_wrong_labels_and_other_losses_are_refused() -> None:
-    model, given = model_of(), batch()
+def test_labels_of_another_shape_are_refused() -> None:
+    model, batch = build_model(), make_batch()
     with (
-        tile_modules(model, [Tiles("head", 1, TILES, loss=True)]),
+        tile_modules(model, head_tiles()),
         pytest.raises(ValueError, match=r"labels must be \(2, 13\), one for each row of the head"),
     ):
-        model(given["ids"], given["labels"][:, :5])
+        model(batch["ids"], batch["labels"][:, :5])
+
+
+def test_another_loss_function_is_refused_and_no_module_is_tiled() -> None:
+    model = build_model()
     model.loss_function = F.cross_entropy
     with pytest.raises(NotImplementedError, match="loss of Causal is cross_entropy, and not"):
-        tile_modules(model, [Tiles("inner", 1, 2), Tiles("head", 1, TILES, loss=True)])
-    assert "forward" not in vars(model.inner)
+        tile_modules(model, [Tiles("inner", 1, 2), *head_tiles()])
+    assert tiled_modules(model) == []

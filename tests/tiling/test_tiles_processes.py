@@ -1,11 +1,15 @@
-"""Tiled modules under DDP and FSDP2: gradients and collectives are those of the whole calls."""
+"""Tiled modules under DDP and FSDP2, on two ranks.
+
+Gradients, the number of collectives, and how often gradients are accumulated equal those of the
+same model without tiles.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -14,18 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import run_processes
-from tests.tiling.test_tiled_loss import ForCausalLMLoss
+from tests.tiling.helpers import Collectives, ForCausalLMLoss, assert_close, error_message
 from wf_backends.comm import Communicator
 from wf_backends.tiling import Tiles, tile_modules
 
 pytestmark = pytest.mark.processes
 
-RANKS, ROWS, WIDTH, VOCABULARY, ACCUMULATION = 2, 10, 6, 9, 2
-Found = dict[str, tuple[list[Tensor], Counter[str], int]]
+RANKS, ROWS, WIDTH, VOCABULARY, BATCHES_A_STEP = 2, 10, 6, 9, 2
 
 
 class Mlp(nn.Module):
@@ -48,7 +50,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, recompute: bool) -> None:
+    def __init__(self, recompute: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Layer(), Layer()])
         self.layers[1].mlp.up.weight.requires_grad_(False)
@@ -79,108 +81,116 @@ def fsdp_mlps(model: Model) -> nn.Module:
     return fully_shard(model)
 
 
-WRAPS: dict[str, Callable[[Model], nn.Module]] = {
+WRAPPERS: dict[str, Callable[[Model], nn.Module]] = {
     "ddp": ddp,
     "fsdp layers": fsdp_layers,
     "fsdp mlps": fsdp_mlps,
 }
 
 
-def train(comm: Communicator) -> tuple[Found, list[Tiles], str]:
-    """All settings; what the ranks agreed on; and the error of a module gathered by part."""
-    found: Found = {}
-    for name, recompute, tiled in product(WRAPS, (False, True), (False, True)):
+@dataclass(frozen=True)
+class Step:
+    """What an optimizer step's backwards leave on a rank."""
+
+    gradients: list[Tensor]
+    collectives: Counter[str]
+    num_accumulated: int
+    """How often the gradient of a parameter was accumulated."""
+
+
+@dataclass(frozen=True)
+class RankResults:
+    steps: dict[tuple[str, bool, bool], Step]
+    """By wrapper, whether layers are recomputed, whether the model is tiled."""
+    agreed_tiles: list[Tiles]
+    """Of all ranks, where each asked for other numbers of tiles."""
+    fsdp_error: str
+    """Where FSDP2 shards a part of a tiled module."""
+
+
+def train(comm: Communicator) -> RankResults:
+    own_tiles = [Tiles(f"layers.{i}.mlp", 1, 2 + 2 * i * comm.rank) for i in range(2)]
+    own_tiles += [Tiles("head", 1, 3 - comm.rank, loss=True)]
+    steps = {}
+    for wrapper, recompute, tiled in product(WRAPPERS, (False, True), (False, True)):
         torch.manual_seed(0)
         model = Model(recompute).double()
-        mine = [Tiles(f"layers.{i}.mlp", 1, 2 + 2 * i * comm.rank) for i in range(2)]
-        mine += [Tiles("head", 1, 3 - comm.rank, loss=True)]
-        handle = tile_modules(model, mine if tiled else [])
-        found[f"{name} {recompute} {tiled}"] = one_step(WRAPS[name](model), comm.rank)
-    return found, list(handle.tiles), error_of(gathered_by_part)
+        handle = tile_modules(model, own_tiles if tiled else [])
+        steps[wrapper, recompute, tiled] = one_step(WRAPPERS[wrapper](model), comm.rank)
+    agreed_tiles = list(handle.tiles)  # of the last model, which is tiled
+    return RankResults(steps, agreed_tiles, error_message(shard_part_of_a_tiled_module))
 
 
-class Collectives(TorchDispatchMode):
-    """Counts collectives by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.counts[func.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def one_step(model: nn.Module, rank: int) -> tuple[list[Tensor], Counter[str], int]:
-    """Gradients of a step of several batches, collectives, and how often gradients arrived."""
-    fired: list[int] = []
-    for parameter in model.parameters():
+def one_step(model: nn.Module, rank: int) -> Step:
+    """A step of several batches, whose gradients are accumulated."""
+    accumulated: list[str] = []
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda _: fired.append(1))
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, name=name: accumulated.append(name)
+            )
     generator = torch.Generator().manual_seed(rank)
-    with Collectives() as seen:
-        for _ in range(ACCUMULATION):
+    with Collectives() as collectives:
+        for _ in range(BATCHES_A_STEP):
             x = torch.randn(2, ROWS, WIDTH, dtype=torch.float64, generator=generator)
             labels = torch.randint(VOCABULARY, (2, ROWS), generator=generator)
             model(x, labels)["loss"].backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
-    return whole, seen.counts, len(fired)
+    full_grads = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+    return Step(full_grads, collectives.counts, len(accumulated))
 
 
-def gathered_by_part() -> None:
-    model = Model(recompute=False)
+def shard_part_of_a_tiled_module() -> None:
+    model = Model()
     tile_modules(model, [Tiles("layers.0.mlp", 1, 2)])
     fully_shard(model.layers[0].mlp.up)
     model(torch.randn(1, ROWS, WIDTH), torch.zeros(1, ROWS, dtype=torch.int64))
 
 
-def of_one_rank(_: Communicator) -> tuple[list[Tiles], str]:
-    """What all ranks tile where each names a module of its own; and the error of two dimensions."""
-    rank = dist.get_rank()
-    handle = tile_modules(Model(False), [Tiles(f"layers.{rank}.mlp", 1, 2)])
-    different = [Tiles("layers.0.mlp", rank, 2)]
-    return list(handle.tiles), error_of(lambda: tile_modules(Model(False), different))
-
-
-def error_of(fn: Callable[[], Any]) -> str:
-    try:
-        fn()
-    except (ValueError, NotImplementedError) as error:
-        return str(error)
-    return ""
-
-
 @pytest.fixture(scope="module")
-def trained() -> list[tuple[Found, list[Tiles], str]]:
+def ranks() -> list[RankResults]:
     return run_processes(RANKS, train)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", WRAPS)
-def test_gradients_and_collectives(name: str, recompute: bool, trained: list[Any]) -> None:
-    for found, _, _ in trained:
-        whole, counts, fired = found[f"{name} {recompute} False"]
-        ours, our_counts, our_fired = found[f"{name} {recompute} True"]
-        for one, other in zip(ours, whole, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-        assert our_counts == counts and counts
-        assert our_fired == fired and (fired or name != "ddp")
+@pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_gradients_and_collectives_equal_those_without_tiles(
+    wrapper: str, recompute: bool, ranks: list[RankResults]
+) -> None:
+    for rank in ranks:
+        tiled, expected = (rank.steps[wrapper, recompute, tiled] for tiled in (True, False))
+        assert_close(tiled.gradients, expected.gradients)
+        assert tiled.collectives == expected.collectives and expected.collectives
+        assert tiled.num_accumulated == expected.num_accumulated
+        if wrapper == "ddp":  # FSDP2 accumulates sharded gradients itself
+            assert tiled.num_accumulated > 0
 
 
-def test_the_largest_count_runs_on_all(trained: list[Any]) -> None:
-    for _, tiles, _ in trained:
-        mlps = [Tiles("layers.0.mlp", 1, 2), Tiles("layers.1.mlp", 1, 4)]
-        assert tiles == [*mlps, Tiles("head", 1, 3, loss=True)]
+def test_largest_number_of_tiles_of_a_rank_runs_on_all_ranks(ranks: list[RankResults]) -> None:
+    expected = [
+        Tiles("layers.0.mlp", 1, 2),
+        Tiles("layers.1.mlp", 1, 4),  # of rank 1
+        Tiles("head", 1, 3, loss=True),  # of rank 0
+    ]
+    assert [rank.agreed_tiles for rank in ranks] == [expected] * RANKS
 
 
-def test_a_part_that_fsdp_gathers_is_refused(trained: list[Any]) -> None:
-    for _, _, error in trained:
-        assert error.startswith("FSDP2 would gather 'up' of a tiled Mlp for every tile")
+def test_part_of_a_tiled_module_that_fsdp_gathers_is_refused(ranks: list[RankResults]) -> None:
+    for rank in ranks:
+        assert rank.fsdp_error.startswith("FSDP2 would gather 'up' of a tiled Mlp for every tile")
 
 
-def test_all_ranks_tile_what_one_does() -> None:
-    for tiles, error in run_processes(RANKS, of_one_rank):
-        assert tiles == [Tiles(f"layers.{i}.mlp", 1, 2) for i in range(RANKS)]
+def tile_what_differs(_: Communicator) -> tuple[list[Tiles], str]:
+    """The tiles of all ranks, where each names another module; the error, where each names another
+    dimension."""
+    rank = dist.get_rank()
+    handle = tile_modules(Model(), [Tiles(f"layers.{rank}.mlp", 1, 2)])
+    other_dim = [Tiles("layers.0.mlp", rank, 2)]
+    return list(handle.tiles), error_message(lambda: tile_modules(Model(), other_dim))
+
+
+def test_ranks_tile_the_modules_of_all_ranks_and_refuse_different_dimensions() -> None:
+    every_module = [Tiles(f"layers.{i}.mlp", 1, 2) for i in range(RANKS)]
+    for tiles, error in run_processes(RANKS, tile_what_differs):
+        assert tiles == every_module
         assert error.startswith("all ranks must tile a module alike")

@@ -44,7 +44,7 @@ def autochunk(
     AutoChunk, arXiv 2401.10652. `args` and `kwargs` are example inputs: their shapes and types
     count, their values do not. The result has the model's class, and shares its parameters,
     buffers, hooks and state dict; the model itself is not changed. The result also has `plan`, the
-    `ChunkPlan` of the last form of inputs, and `explain()`, the plan in words.
+    `ChunkPlan` of the last form of inputs, and `explain()`, the plan as text.
 
     Args:
         max_memory: bytes, a size such as "2GB", a share of what the activations need unchunked for

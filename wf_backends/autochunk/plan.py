@@ -78,7 +78,7 @@ class ChunkPlan:
         return read_json(ChunkPlan, text, "chunk plan")
 
     def explain(self) -> str:
-        """The plan in words: what runs in slices, and which operators never do."""
+        """The plan as text: what runs in slices, and which operators never do."""
         lines = [
             f"activations: {_size(self.peak_before)} -> {_size(self.peak)} "
             f"({self.saved:.0%} saved), predicted slowdown {self.slowdown:.1%}"

@@ -34,7 +34,7 @@ class Table(NamedTuple):
     title: str
     rows: list[dict[str, str]]
     text_columns: int
-    """The first columns, which hold words; the others hold figures."""
+    """The first columns, which hold text; the others hold figures."""
 
 
 def report(training: Training, seqlen: int, memory_bytes: float) -> dict[str, Any]:

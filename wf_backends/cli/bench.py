@@ -24,7 +24,7 @@ from wf_backends.cli.tables import print_json, table_of, wide_console
 from wf_backends.cluster import Timer, job_topology
 from wf_backends.comm import Communicator, make_comm
 from wf_backends.planner import Plan, Request, all_plans, check_memory, milliseconds, scheme
-from wf_backends.schedule import SLICE_WORDS
+from wf_backends.schedule import SLICE_ARGUMENTS
 
 EXACT_UP_TO = 16  # ranks; on more, counting every message of every plan takes long
 
@@ -158,7 +158,7 @@ def prepare(
     settings |= {"kernel": model.kernel, "partials": model.partials}
     sp = SequenceParallel(SequenceParallelConfig.from_dict(settings), comm)
     mask = model.mask_arguments()
-    slices = {key: mask[key] for key in SLICE_WORDS if key in mask}
+    slices = {key: mask[key] for key in SLICE_ARGUMENTS if key in mask}
     q, k, v, dout = inputs(len(sp.positions(model.seqlen, **slices)))
 
     def call() -> None:

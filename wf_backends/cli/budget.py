@@ -47,8 +47,8 @@ def show_budget(name: str, budget: dict[str, Any], console: Console) -> None:
         f"{model['parameters'] / 1e9:,.3g} B parameters of {model['itemsize']} bytes, "
         f"Adam, {budget['ranks']} ranks"
     )
-    for title, rows, words in tables(budget):
-        console.print(table_of(title, rows, words, title_justify="left"))
+    for title, rows, text_columns in tables(budget):
+        console.print(table_of(title, rows, text_columns, title_justify="left"))
     buffers = sorted(budget["attention_buffers"].items(), key=lambda route_bytes: route_bytes[1])
     text = ", ".join(f"{route} {gib(nbytes)}" for route, nbytes in buffers)
     console.print(f"Attention buffers of a layer, GiB, the least by forward route: {text}")

@@ -34,10 +34,10 @@ def check_folder(model: Path) -> Path:
     if not config.is_file():
         raise ValueError(f"--model {model}: there is no config.json")
     try:
-        words = json.loads(config.read_text())
+        content = json.loads(config.read_text())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--model {model}: config.json is no JSON ({error})") from error
-    if not isinstance(words, dict) or "model_type" not in words:
+    if not isinstance(content, dict) or "model_type" not in content:
         raise ValueError(
             f'--model {model}: config.json must tell what it is of, as "model_type": "llama"'
         )

@@ -12,18 +12,20 @@ from rich.markup import escape
 from rich.table import Table
 
 
-def table_of(title: str, rows: Sequence[Mapping[str, str]], words: int = 1, **style: Any) -> Table:
+def table_of(
+    title: str, rows: Sequence[Mapping[str, str]], text_columns: int = 1, **style: Any
+) -> Table:
     """A table with a column for each key of its rows; text is printed as it is, not as markup.
 
     Args:
         rows: all with the same keys in the same order.
-        words: this many columns, the first ones, have words, on the left. The others have figures,
-            on the right, and are not wrapped.
+        text_columns: the first ones, aligned to the left. The others hold figures, aligned to the
+            right, and are not wrapped.
         style: other arguments of rich's Table.
     """
     table = Table(title=escape(title), **style)
     for i, name in enumerate(rows[0]):
-        is_figure = i >= words
+        is_figure = i >= text_columns
         table.add_column(name, justify="right" if is_figure else "left", no_wrap=is_figure)
     for row in rows:
         table.add_row(*map(escape, row.values()))

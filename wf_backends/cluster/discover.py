@@ -137,10 +137,10 @@ def measured_topology(
             log.info("topology of %d ranks: from %s", comm.size, path)
         return from_dict(json.loads(cached)), True
     start = time.perf_counter()
-    words = measure_topology(comm, hosts, device).to_dict()
+    topology = measure_topology(comm, hosts, device).to_dict()
     seconds = time.perf_counter() - start
     # each rank has measured its own memory: all use the figure of rank 0
-    text = gather_texts(comm, json.dumps(words, indent=2) if comm.rank == 0 else "")[0]
+    text = gather_texts(comm, json.dumps(topology, indent=2) if comm.rank == 0 else "")[0]
     if comm.rank == 0 and not fresh:
         log.warning(_summary(json.loads(text), seconds) + save_text(path, text))
     return from_dict(json.loads(text)), False
@@ -155,12 +155,14 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     return cache / "wallfacer"
 
 
-def _summary(words: Mapping[str, Any], seconds: float) -> str:
-    rates = {name: f"{words[name]['gigabits_per_s']:.3g} Gbit/s" for name in ("inside", "between")}
-    links = [f"{rates['inside']} inside"] if words["ranks_per_host"] > 1 else []
-    if words["hosts"] > 1:
-        links.append(f"{rates['between']} for each of {words['nics_per_host']} NICs of a host")
-    hosts = f"{words['hosts']} hosts x {words['ranks_per_host']} ranks"
+def _summary(topology: Mapping[str, Any], seconds: float) -> str:
+    rates = {
+        name: f"{topology[name]['gigabits_per_s']:.3g} Gbit/s" for name in ("inside", "between")
+    }
+    links = [f"{rates['inside']} inside"] if topology["ranks_per_host"] > 1 else []
+    if topology["hosts"] > 1:
+        links.append(f"{rates['between']} for each of {topology['nics_per_host']} NICs of a host")
+    hosts = f"{topology['hosts']} hosts x {topology['ranks_per_host']} ranks"
     return f"measured {hosts} in {seconds:.1f} s: {', '.join(links) or 'no links'}; "
 
 

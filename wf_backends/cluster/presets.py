@@ -127,9 +127,9 @@ def _read(path: Path) -> Any:
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; json itself would silently take the last of two values of a key."""
-    words: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for key, value in pairs:
-        if key in words:
-            raise ValueError(f"key {key!r} is given twice: {words[key]!r} and {value!r}")
-        words[key] = value
-    return words
+        if key in members:
+            raise ValueError(f"key {key!r} is given twice: {members[key]!r} and {value!r}")
+        members[key] = value
+    return members

@@ -181,11 +181,11 @@ _TOPOLOGY: _Units = {
 _OPTIONAL = ("diagonal_keys", "agreement_us", "exchange_us", "occupied", "direct_links")
 
 
-def from_dict(words: Mapping[str, Any]) -> Topology:
+def from_dict(block: Mapping[str, Any]) -> Topology:
     """The topology of a JSON or TOML object.
 
     Args:
-        words: name, hosts, ranks_per_host, nics_per_host, memory_gib; inside and between as
+        block: name, hosts, ranks_per_host, nics_per_host, memory_gib; inside and between as
             {latency_us, gigabits_per_s}; kernels as {kernel: {forward_tflops, backward_tflops,
             call_us, diagonal_keys (default: 0)}}; direct_links (default: false); agreement_us,
             exchange_us and occupied (default: 0).
@@ -194,38 +194,38 @@ def from_dict(words: Mapping[str, Any]) -> Topology:
         ValueError: naming the key that is unknown, missing or not a positive number.
     """
     keys = ("name", *_COUNTS, "inside", "between", "kernels", *_TOPOLOGY, "direct_links")
-    words = _check_keys("topology", words, keys)
-    name, direct_links = words["name"], words.get("direct_links", False)
+    block = _check_keys("topology", block, keys)
+    name, direct_links = block["name"], block.get("direct_links", False)
     if not isinstance(name, str):
         raise ValueError(f"topology key 'name' must be a string, got {name!r}")
     if not isinstance(direct_links, bool):
         raise ValueError(f"topology key 'direct_links' must be true or false, got {direct_links!r}")
-    rates = words["kernels"]
+    rates = block["kernels"]
     if not isinstance(rates, Mapping):
         raise ValueError(f"topology key 'kernels' must be an object of kernels, got {rates!r}")
     _refuse_unknown("kernels", "kernel", rates, KERNEL_NAMES)
     kernels = ((key, KernelRate(**_read(f"kernels.{key}", rates[key], _RATE))) for key in rates)
     return Topology(
         name=name,
-        **{key: words[key] for key in _COUNTS},
-        inside=Link(**_read("inside", words["inside"], _LINK)),
-        between=Link(**_read("between", words["between"], _LINK)),
+        **{key: block[key] for key in _COUNTS},
+        inside=Link(**_read("inside", block["inside"], _LINK)),
+        between=Link(**_read("between", block["between"], _LINK)),
         kernels=tuple(kernels),
         direct_links=direct_links,
-        **_fields("", words, _TOPOLOGY),
+        **_fields("", block, _TOPOLOGY),
     )
 
 
-def _read(where: str, words: Any, units: _Units) -> dict[str, Any]:
+def _read(where: str, block: Any, units: _Units) -> dict[str, Any]:
     """The fields of a JSON object with the keys of `units`; `where` names it in errors."""
-    return _fields(f"{where}.", _check_keys(where, words, units), units)
+    return _fields(f"{where}.", _check_keys(where, block, units), units)
 
 
-def _fields(prefix: str, words: Mapping[str, Any], units: _Units) -> dict[str, Any]:
+def _fields(prefix: str, block: Mapping[str, Any], units: _Units) -> dict[str, Any]:
     """The fields of the numbers of a JSON object. `prefix` stands before the keys in errors."""
     values = dict[str, float]()
     for key, (field, factor, divisor) in units.items():
-        number = _check_number(prefix + key, words.get(key, 0), key in _OPTIONAL)
+        number = _check_number(prefix + key, block.get(key, 0), key in _OPTIONAL)
         values[field] = number * factor / divisor
     return values
 
@@ -236,15 +236,15 @@ def _write(value: object, units: _Units) -> dict[str, float]:
     return {key: number for key, number in numbers.items() if number or key not in _OPTIONAL}
 
 
-def _check_keys(where: str, words: Any, keys: Iterable[str]) -> Mapping[str, Any]:
+def _check_keys(where: str, block: Any, keys: Iterable[str]) -> Mapping[str, Any]:
     allowed = list(keys)
-    if not isinstance(words, Mapping):
-        raise ValueError(f"{where} must be an object with the keys {allowed}, got {words!r}")
-    _refuse_unknown(where, "key", words, allowed)
+    if not isinstance(block, Mapping):
+        raise ValueError(f"{where} must be an object with the keys {allowed}, got {block!r}")
+    _refuse_unknown(where, "key", block, allowed)
     for key in allowed:
-        if key not in words and key not in _OPTIONAL:
+        if key not in block and key not in _OPTIONAL:
             raise ValueError(f"{where}: {key!r} is missing. Keys: {allowed}")
-    return words
+    return block
 
 
 def _refuse_unknown(where: str, noun: str, names: Iterable[str], known: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from wf_backends.comm.protocol import Communicator, Shared
 
 HEADER_INTEGERS = 32  # the same for all calls, so that no header is longer than a peer's buffer
 MAX_REMEMBERED = 1024  # headers; packed documents bring a new header with every batch
-NO_WORDS: Mapping[str, object] = MappingProxyType({})
+NO_OBJECTS: Mapping[str, object] = MappingProxyType({})
 MAX_SHOWN_CHARS = 160  # of one rank's text in an error
 REFUSED = -1  # in place of the names' fingerprint: the sender's own arguments are wrong
 Lengths = dict[str, tuple[int, ...]]  # by name: the lengths of all ranks
@@ -81,7 +81,7 @@ class ConsistencyCheck(Shared):
         x: Tensor,
         remember: bool = True,
         layer: str | None = None,
-        words: Mapping[str, object] = NO_WORDS,
+        objects: Mapping[str, object] = NO_OBJECTS,
     ) -> Lengths:
         """Exchange a header with all ranks and compare.
 
@@ -91,7 +91,7 @@ class ConsistencyCheck(Shared):
             x: a tensor of the call, whose device decides where the header is.
             remember: whether later calls with an equal header may skip the exchange.
             layer: the name of the layer that calls; must be equal too.
-            words: for the error, the objects whose fingerprints are in `same`, by the same names;
+            objects: for the error, the objects whose fingerprints are in `same`, by the same names;
                 each is shown by str(), or is a mapping of objects that are.
 
         Returns:
@@ -110,7 +110,7 @@ class ConsistencyCheck(Shared):
         else:
             calls, layers, *columns = _by_rank(headers, self.comm)
             self._refuse_other_calls(calls, layers, layer, [*names])
-            self._refuse_differing(dict(zip(same, columns, strict=False)), words)
+            self._refuse_differing(dict(zip(same, columns, strict=False)), objects)
             all_lengths = dict(zip(lengths, columns[len(same) :], strict=False))
         if remember and not self.comm.on_host:
             if len(self._seen) == MAX_REMEMBERED:
@@ -188,9 +188,9 @@ class ConsistencyCheck(Shared):
             )
 
     def _refuse_differing(
-        self, columns: Mapping[str, tuple[int, ...]], words: Mapping[str, object]
+        self, columns: Mapping[str, tuple[int, ...]], objects: Mapping[str, object]
     ) -> None:
-        """Raise if the values of a name, by rank in `columns`, differ; `words` as in `check`.
+        """Raise if the values of a name, by rank in `columns`, differ; `objects` as in `check`.
 
         Raises:
             ValueError: naming what differs and the values.
@@ -198,10 +198,12 @@ class ConsistencyCheck(Shared):
         differing = {name: values for name, values in columns.items() if len({*values}) > 1}
         if not differing:
             return
-        own_texts = _flatten({name: words[name] for name in differing if name in words})
-        gathered = gather_texts(self.comm, json.dumps(own_texts)) if words else []
+        own_texts = _flatten({name: objects[name] for name in differing if name in objects})
+        gathered = gather_texts(self.comm, json.dumps(own_texts)) if objects else []
         texts_by_rank: list[dict[str, str]] = [json.loads(text) for text in gathered]
-        differences = [f"{n}: {list(values)}" for n, values in differing.items() if n not in words]
+        differences = [
+            f"{n}: {list(values)}" for n, values in differing.items() if n not in objects
+        ]
         for name in dict.fromkeys(name for texts in texts_by_rank for name in texts):
             values = [texts.get(name, "not given") for texts in texts_by_rank]
             if len({*values}) > 1:
@@ -238,10 +240,10 @@ def _shorten(texts: list[str]) -> list[str]:
     return [f"{before}{text[start:stop]}{' ...' if len(text) > stop else ''}" for text in texts]
 
 
-def _flatten(words: Mapping[str, object], prefix: str = "") -> dict[str, str]:
+def _flatten(objects: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     """Texts by name; a value in a mapping gets both names: {"mask": {"band": 1}} -> "mask band"."""
     texts: dict[str, str] = {}
-    for name, value in words.items():
+    for name, value in objects.items():
         if isinstance(value, Mapping):
             texts |= _flatten(cast(Mapping[str, object], value), f"{prefix}{name} ")
         else:

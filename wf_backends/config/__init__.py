@@ -5,7 +5,7 @@ Pure: standard library only.
 
 from wf_backends.config.config import LSS, SequenceParallelConfig
 from wf_backends.config.mask_file import read_mask
-from wf_backends.config.route_words import Route, check_host_size, key_hint, parse_route
+from wf_backends.config.route_config import Route, check_host_size, key_hint, parse_route
 
 __all__ = [
     "LSS",

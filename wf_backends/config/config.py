@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from wf_backends._validation import AUTO, is_number, one_of, positive, seconds
 from wf_backends.cluster import KERNEL_NAMES, check_source
-from wf_backends.config.route_words import (
+from wf_backends.config.route_config import (
     Route,
     as_json,
     check_host_size,
@@ -147,27 +147,29 @@ class SequenceParallelConfig:
         return any(getattr(self, f.name) == AUTO for f in fields(self) if f.name != "kernel")
 
     @classmethod
-    def from_dict(cls, words: Mapping[str, Any]) -> SequenceParallelConfig:
+    def from_dict(cls, config: Mapping[str, Any]) -> SequenceParallelConfig:
         """The config of a JSON object.
 
         Raises:
             ValueError: naming the key, its value and what would be right, for an unknown key the
-                nearest known one; or if `words` is no object of keys and values.
+                nearest known one; or if `config` is no object of keys and values.
         """
-        if not isinstance(words, Mapping):
-            raise ValueError(f"a configuration must be an object of keys and values, got {words!r}")
+        if not isinstance(config, Mapping):
+            raise ValueError(
+                f"a configuration must be an object of keys and values, got {config!r}"
+            )
         known = [f.name for f in fields(cls)]
-        for key in words:
+        for key in config:
             if key not in known:
                 raise ValueError(f"unknown key {key!r}{key_hint(key, known)} (known keys: {known})")
-        return cls(**words)
+        return cls(**config)
 
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` takes, as a JSON has it; without some keys at their defaults."""
-        words = {f.name: as_json(getattr(self, f.name)) for f in fields(self)}
+        values = {f.name: as_json(getattr(self, f.name)) for f in fields(self)}
         omitted = {f.name: f.default for f in fields(self) if f.name in OMITTED_KEYS}
         omitted |= dict.fromkeys(ULYSSES_DETAILS, self._ulysses_default)
-        return {k: v for k, v in words.items() if k not in omitted or v != omitted[k]}
+        return {k: v for k, v in values.items() if k not in omitted or v != omitted[k]}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SequenceParallelConfig.from_dict, (self.to_dict(),)
@@ -244,11 +246,11 @@ class SequenceParallelConfig:
     def _check_degrees(self) -> None:
         if self.degrees:
             return
-        words, stride = self.to_dict(), self.ulysses_stride
+        values, stride = self.to_dict(), self.ulysses_stride
         apart = "" if stride in (AUTO, 1) else f" with ulysses_stride {stride}"
         raise ValueError(
             f"no ulysses_degree of sequence_parallel_size {self.sequence_parallel_size} fits "
-            f"both route {words['route']} and backward_route {words['backward_route']}{apart}"
+            f"both route {values['route']} and backward_route {values['backward_route']}{apart}"
         )
 
     def _check_host_size(self) -> None:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from wf_backends.schedule import SLICE_WORDS, make_mask
+from wf_backends.schedule import SLICE_ARGUMENTS, make_mask
 
 
 def read_mask(option: str, path: Path) -> dict[str, Any]:
@@ -25,14 +25,15 @@ def read_mask(option: str, path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # no JSON, no text, or nested too deep
         raise ValueError(f"{option} {path} is not JSON: {error}") from None
     kind = type(content).__name__
-    words = cast(dict[str, Any], content) if isinstance(content, dict) else None
-    if words is None or set(words) != set(SLICE_WORDS):
-        got = kind if words is None else sorted(words)
+    arguments = cast(dict[str, Any], content) if isinstance(content, dict) else None
+    if arguments is None or set(arguments) != set(SLICE_ARGUMENTS):
+        got = kind if arguments is None else sorted(arguments)
         raise ValueError(
-            f"{option} {path} must be an object with the keys {', '.join(SLICE_WORDS)}, got {got}"
+            f"{option} {path} must be an object with the keys {', '.join(SLICE_ARGUMENTS)}, "
+            f"got {got}"
         )
     try:
-        make_mask(**words)
+        make_mask(**arguments)
     except ValueError as error:
         raise ValueError(f"{option} {path}: {error}") from None
-    return words
+    return arguments

@@ -2,7 +2,7 @@
 
 from wf_backends.dsp.closeness import NARROW_TOLERANCES, TOLERANCE, error_between, named_tensors
 from wf_backends.dsp.first_forward import RECEIVER, Mode, receivers
-from wf_backends.dsp.model import KEY, LAYOUT, read_words, spread
+from wf_backends.dsp.model import KEY, LAYOUT, read_block, spread
 from wf_backends.dsp.stages import LayoutTracker, Stages
 from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded, Sizes, chunk_sizes
 
@@ -21,7 +21,7 @@ __all__ = [
     "chunk_sizes",
     "error_between",
     "named_tensors",
-    "read_words",
+    "read_block",
     "receivers",
     "spread",
 ]

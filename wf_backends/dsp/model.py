@@ -20,21 +20,21 @@ KEY = "dsp"
 LAYOUT = "contiguous"  # of a sharded dimension
 
 
-def read_words(words: Mapping[str, Any]) -> tuple[SequenceParallelConfig, Stages | None]:
-    """The config from the keys of `words` without "dsp", and the `Stages` from "dsp", if given.
+def read_block(block: Mapping[str, Any]) -> tuple[SequenceParallelConfig, Stages | None]:
+    """The config from the keys of `block` without "dsp", and the `Stages` from "dsp", if given.
 
     Raises:
         ValueError: for a key of either that is unknown or has a wrong value, or a layout beside
             "dsp" that is not "contiguous".
     """
-    attention_words = {key: value for key, value in words.items() if key != KEY}
-    if KEY not in words:
-        return SequenceParallelConfig.from_dict(attention_words), None
+    attention_block = {key: value for key, value in block.items() if key != KEY}
+    if KEY not in block:
+        return SequenceParallelConfig.from_dict(attention_block), None
     try:
-        stages = Stages.from_dict(words[KEY])
+        stages = Stages.from_dict(block[KEY])
     except ValueError as error:
         raise ValueError(f'"{KEY}": {error}') from None
-    config = SequenceParallelConfig.from_dict({"layout": LAYOUT} | attention_words)
+    config = SequenceParallelConfig.from_dict({"layout": LAYOUT} | attention_block)
     if config.layout != LAYOUT:
         raise ValueError(
             f'"layout": "{config.layout}" contradicts "{KEY}", which cuts a dimension into '

@@ -39,24 +39,24 @@ class Stages:
     needs: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def from_dict(cls, words: Mapping[str, Any]) -> Stages:
+    def from_dict(cls, block: Mapping[str, Any]) -> Stages:
         """The stages of a JSON object.
 
         Raises:
             ValueError: for a key that is unknown or missing, or a wrong value; says what is right.
         """
-        if not isinstance(words, Mapping):
-            raise ValueError(f"must be an object with the keys of Stages, got {words!r}")
+        if not isinstance(block, Mapping):
+            raise ValueError(f"must be an object with the keys of Stages, got {block!r}")
         known = {f.name: f for f in fields(cls)}
-        for key in words:
+        for key in block:
             if key not in known:
                 raise ValueError(
                     f"unknown key {key!r}{nearest(key, known)} (known keys: {list(known)})"
                 )
         for key, known_field in known.items():
-            if key not in words and known_field.default_factory is MISSING:
+            if key not in block and known_field.default_factory is MISSING:
                 raise ValueError(f"{key!r} is missing. Known keys: {list(known)}")
-        return cls(**words)
+        return cls(**block)
 
     def __post_init__(self) -> None:
         for key, type_, example in (

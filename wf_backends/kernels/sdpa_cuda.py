@@ -150,7 +150,7 @@ class CudaTile:
 
 @lru_cache(maxsize=1024)  # called for every tile
 def choose(tile: CudaTile) -> tuple[Operators, str]:
-    """The operators for a tile, and the reason in words.
+    """The operators for a tile, and the reason as text.
 
     cuDNN's where all its needs are met, since it is faster; else flash, which takes every tile.
     """
@@ -161,7 +161,7 @@ def choose(tile: CudaTile) -> tuple[Operators, str]:
 
 
 def cudnn_needs(tile: CudaTile) -> Iterator[tuple[bool, str, str]]:
-    """What cuDNN needs of a tile: (whether it is met, the need in words, the tile's value)."""
+    """What cuDNN needs of a tile: (whether it is met, the need as text, the tile's value)."""
     gpu, head_dim, rows, keys = tile.machine, tile.head_dim, tile.rows, tile.keys
     yield gpu.torch >= (2, 11), "torch 2.11 or later", f"torch {gpu.torch}"
     yield gpu.cudnn >= 91501, "cuDNN 9.15.1 or later", f"cudnn {gpu.cudnn}"

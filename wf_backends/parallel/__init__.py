@@ -3,7 +3,7 @@
 from wf_backends.config import SequenceParallelConfig, key_hint
 from wf_backends.kernels import position_dropout
 from wf_backends.parallel.channels import ChannelExchange
-from wf_backends.parallel.data import IGNORE_INDEX, MASK_WORDS, mask_words, prepare_batch
+from wf_backends.parallel.data import IGNORE_INDEX, MASK_ARGUMENTS, mask_arguments, prepare_batch
 from wf_backends.parallel.dense_mask import slices_of_mask
 from wf_backends.parallel.gradients import DoubleAverage, GradientMean
 from wf_backends.parallel.loss import at_least_one, count_valid, token_loss
@@ -14,12 +14,12 @@ __all__ = [
     "ChannelExchange",
     "DoubleAverage",
     "GradientMean",
-    "MASK_WORDS",
+    "MASK_ARGUMENTS",
     "SequenceParallel",
     "SequenceParallelConfig",
     "at_least_one",
     "count_valid",
-    "mask_words",
+    "mask_arguments",
     "key_hint",
     "position_dropout",
     "prepare_batch",

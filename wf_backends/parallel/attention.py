@@ -162,11 +162,11 @@ class DistributedAttention(PlannedCalls):
         """
         spec, latent_dim = _spec(q, k, v, softmax)
         batch = q.shape[0]
-        same, words = self._compared(spec, batch, mask, softmax.options, seqlen)
+        same, objects = self._compared(spec, batch, mask, softmax.options, seqlen)
         lengths = {"q rows": q.shape[1], "key rows": k.shape[1]}
         now = Pass(self._num_calls + 1, layer)
         self.comm.enter(now)
-        rows = self.consistency.check(same, lengths, q, layer=layer, words=words)
+        rows = self.consistency.check(same, lengths, q, layer=layer, objects=objects)
         self._num_calls = now.number  # unchanged if a rank refused the call
         if seqlen is not None and sum(rows["q rows"]) != seqlen:  # raised on all ranks
             raise ValueError(

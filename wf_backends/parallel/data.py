@@ -26,17 +26,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from wf_backends.schedule import SLICE_WORDS, Mask, make_mask
+from wf_backends.schedule import SLICE_ARGUMENTS, Mask, make_mask
 
 IGNORE_INDEX = -100  # the label of tokens without a loss, as in torch's cross_entropy
-MASK_WORDS = ("cu_seqlens", *SLICE_WORDS)
+MASK_ARGUMENTS = ("cu_seqlens", *SLICE_ARGUMENTS)
 """Keys of a batch or a call for its documents or slices; without them it is one document."""
 Borders = tuple[int, ...]  # 0 = c0 < c1 < ... : where documents begin and end
 
 
-def mask_words(words: Mapping[str, Any]) -> dict[str, Any]:
+def mask_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The documents or slices of a batch or of a call's arguments: their keys and values."""
-    return {key: words[key] for key in MASK_WORDS if words.get(key) is not None}
+    return {key: arguments[key] for key in MASK_ARGUMENTS if arguments.get(key) is not None}
 
 
 def prepare_batch(
@@ -69,16 +69,16 @@ def prepare_batch(
         raise ValueError(f"multiple must be at least 1 token, got {multiple}")
     if not isinstance(batch, Mapping):
         raise ValueError(f'a batch must be such as {{"input_ids": ids}}, got a {_describe(batch)}')
-    words = mask_words(batch)
-    tensors = {k: v for k, v in batch.items() if k not in words and v is not None}
+    mask_kwargs = mask_arguments(batch)
+    tensors = {k: v for k, v in batch.items() if k not in mask_kwargs and v is not None}
     size, seqlen = _shape(tensors)
     padded_len = -(-seqlen // multiple) * multiple
     valid = _valid(tensors.get("attention_mask"))
-    mask = make_mask(**words, seqlen=seqlen)
+    mask = make_mask(**mask_kwargs, seqlen=seqlen)
     borders = mask.cu_seqlens or (0, seqlen)
     if "position_ids" not in tensors:
         tensors["position_ids"] = _positions(borders, tensors).expand(size, -1)
-    elif not words:
+    elif not mask_kwargs:
         _check_positions(tensors["position_ids"], valid)
     if "labels" in tensors:
         ends = () if labels_are_shifted else borders[1:]
@@ -86,9 +86,9 @@ def prepare_batch(
     fill = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
     out: dict[str, Any] = {k: _pad(x, padded_len, fill.get(k, 0)) for k, x in tensors.items()}
     out["position_ids"] = _continue_positions(tensors["position_ids"], padded_len)
-    if words or valid is not None or padded_len > seqlen:
+    if mask_kwargs or valid is not None or padded_len > seqlen:
         lengths = {seqlen} if valid is None else set(valid.sum(dim=1).tolist())
-        out |= _padded_mask_words(mask, words, lengths, padded_len)
+        out |= _padded_mask_arguments(mask, mask_kwargs, lengths, padded_len)
     return out
 
 
@@ -175,16 +175,16 @@ def _continue_positions(positions: Tensor, length: int) -> Tensor:
     return torch.cat([positions, (positions[:, -1:] + offsets).to(positions.dtype)], dim=1)
 
 
-def _padded_mask_words(
-    mask: Mask, words: dict[str, Any], lengths: set[int], padded_len: int
+def _padded_mask_arguments(
+    mask: Mask, mask_kwargs: dict[str, Any], lengths: set[int], padded_len: int
 ) -> dict[str, Any]:
     """The slices unchanged, or "cu_seqlens" with all padding as one more document.
 
-    `lengths` are the samples' numbers of valid tokens. If they differ, there are no common words.
+    `lengths` are the samples' numbers of valid tokens. If they differ, no mask fits all.
     """
     if mask.slices is not None:
         mask.check_lengths(min(lengths), min(lengths))
-        return words
+        return mask_kwargs
     if len(lengths) > 1 and mask.cu_seqlens is not None:
         raise ValueError(
             f"attention_mask gives samples of lengths {sorted(lengths)}, but cu_seqlens "

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wf_backends.parallel.sharding import SliceWords
+from wf_backends.parallel.sharding import SliceArguments
 from wf_backends.schedule import Range
 
 HIDDEN = -1e4
@@ -48,7 +48,7 @@ class _Run(NamedTuple):
         return _Run(self.start, self.stop + 1, self.first_keys, keys, steps)
 
 
-def slices_of_mask(mask: Tensor) -> SliceWords:
+def slices_of_mask(mask: Tensor) -> SliceArguments:
     """The `q_ranges`, `k_ranges` and `attn_mask_types` of a dense mask.
 
     The mask is read on the host, query by query: convert it once per batch.

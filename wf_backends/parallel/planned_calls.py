@@ -56,14 +56,14 @@ class PlannedCalls:
             "head_dim of v": spec.value_dim or spec.head_dim,
             "seqlen": -1 if seqlen is None else seqlen,
         }
-        words: dict[str, object] = {
+        objects: dict[str, object] = {
             "dtype": spec.dtype,
             "mask": mask,
             **dict(options),
             "config": self.config.to_dict()
             | {"its topology": {} if topology is None else topology.to_dict()},
         }
-        return numbers | {name: fingerprint(value) for name, value in words.items()}, words
+        return numbers | {name: fingerprint(value) for name, value in objects.items()}, objects
 
     def _make_call(
         self,

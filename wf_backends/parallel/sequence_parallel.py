@@ -19,10 +19,10 @@ from wf_backends.cluster import JobTopology, Topology, cache_folder
 from wf_backends.comm import Shared, fingerprint, make_comm, sum_over_ranks
 from wf_backends.config import SequenceParallelConfig
 from wf_backends.parallel.attention import AttentionMethod, DistributedAttention
-from wf_backends.parallel.data import mask_words, prepare_batch
+from wf_backends.parallel.data import mask_arguments, prepare_batch
 from wf_backends.parallel.loss import count_valid, token_loss
 from wf_backends.parallel.sharding import Sharding
-from wf_backends.schedule import SLICE_WORDS, padding_multiple
+from wf_backends.schedule import SLICE_ARGUMENTS, padding_multiple
 
 
 class SequenceParallel(AttentionMethod, Sharding, Shared):
@@ -87,7 +87,7 @@ class SequenceParallel(AttentionMethod, Sharding, Shared):
                 labels_are_shifted=labels_are_shifted,
             )
         tensors = self.check_same(full_batch)
-        documents = mask_words(full_batch)
+        documents = mask_arguments(full_batch)
         return full_batch | {key: self.shard(x, **documents) for key, x in tensors.items()}
 
     def check_same(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ class SequenceParallel(AttentionMethod, Sharding, Shared):
         tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
         same = {key: _checksum(value) for key, value in sorted(tensors.items())}
         same["cu_seqlens"] = fingerprint(batch.get("cu_seqlens"))
-        same |= {key: fingerprint(batch[key]) for key in SLICE_WORDS if key in batch}
+        same |= {key: fingerprint(batch[key]) for key in SLICE_ARGUMENTS if key in batch}
         on_device = next(iter(tensors.values())) if tensors else torch.empty(0)
         keys = {"keys of the batch": fingerprint(sorted(same))}
         try:

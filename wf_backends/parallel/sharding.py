@@ -19,7 +19,7 @@ from wf_backends.runtime import dimension, gather_shards, move, positions, take_
 from wf_backends.schedule import Layout, layout_of, make_layout, make_mask
 
 
-class SliceWords(TypedDict, total=False):
+class SliceArguments(TypedDict, total=False):
     """The mask as slices, which determine the balanced layout; see `schedule.make_mask`."""
 
     q_ranges: Sequence[tuple[int, int]] | None
@@ -42,7 +42,7 @@ class Sharding:
         x: Tensor,
         dim: int = 1,
         cu_seqlens: Sequence[int] | None = None,
-        **slices: Unpack[SliceWords],
+        **slices: Unpack[SliceArguments],
     ) -> Tensor:
         """This rank's rows of a tensor that every rank holds whole, in layout order.
 
@@ -74,7 +74,7 @@ class Sharding:
         x: Tensor,
         dim: int = 1,
         cu_seqlens: Sequence[int] | None = None,
-        **slices: Unpack[SliceWords],
+        **slices: Unpack[SliceArguments],
     ) -> Tensor:
         """The whole tensor, in sequence order, on every rank; its gradient is split as by `shard`.
 
@@ -108,11 +108,13 @@ class Sharding:
         seqlen: int,
         device: torch.device | None = None,
         cu_seqlens: Sequence[int] | None = None,
-        **slices: Unpack[SliceWords],
+        **slices: Unpack[SliceArguments],
     ) -> Tensor:
         """(s,) int64: the global positions of this rank's rows of a sequence of `seqlen`."""
         return positions(self._layout(seqlen, cu_seqlens, slices)[self.rank], device)
 
-    def _layout(self, seqlen: int, cu_seqlens: Sequence[int] | None, slices: SliceWords) -> Layout:
+    def _layout(
+        self, seqlen: int, cu_seqlens: Sequence[int] | None, slices: SliceArguments
+    ) -> Layout:
         mask = make_mask(cu_seqlens=cu_seqlens, seqlen=seqlen, **slices)
         return make_layout(self.config.layout, self.size, seqlen, mask.cu_seqlens, mask.slices)

@@ -1,6 +1,7 @@
 """Which plan is the cheapest, and why. Pure: standard library only."""
 
 from wf_backends.cost import Cost, Span, Workload
+from wf_backends.planner.explanation import milliseconds, reason, scheme
 from wf_backends.planner.head_splits import legal_degrees
 from wf_backends.planner.plan import EXACT_UP_TO, MOVES, Choice, Plan, Request, ranked
 from wf_backends.planner.proxy import (
@@ -11,7 +12,6 @@ from wf_backends.planner.proxy import (
     with_message_counts,
 )
 from wf_backends.planner.search import all_plans, best_plan, check_memory, plan_for, price_plan
-from wf_backends.planner.words import milliseconds, reason, scheme
 
 __all__ = [
     "EXACT_UP_TO",

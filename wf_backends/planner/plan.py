@@ -67,13 +67,13 @@ class PassPlan:
 
     @property
     def complexity(self) -> tuple[float, ...]:
-        """A sort key, smaller for a pass of simpler words."""
+        """A sort key, smaller for a pass with a shorter config."""
         return _complexity(self.placed, self.kind.queries_walk)
 
 
 def _complexity(placed: Placed, queries_walk: bool) -> tuple[float, ...]:
-    """A sort key: simple are rank order, no host_size, few words, and keys that walk."""
-    return not placed.in_rank_order, placed.host_size, len(placed.words), queries_walk
+    """A sort key: simple are rank order, no host_size, few fields, and keys that walk."""
+    return not placed.in_rank_order, placed.host_size, len(placed.fields), queries_walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +92,11 @@ class Choice:
 
     @property
     def split(self) -> str:
-        """The head split in words."""
-        words = [str(self.degree)]
-        words += [f"{self.stride} apart"] if self.stride > 1 else []
-        words += [f"{self.chunks} chunks"] if self.chunks > 1 else []
-        return ", ".join(words)
+        """The head split as text."""
+        texts = [str(self.degree)]
+        texts += [f"{self.stride} apart"] if self.stride > 1 else []
+        texts += [f"{self.chunks} chunks"] if self.chunks > 1 else []
+        return ", ".join(texts)
 
     @property
     def in_rank_order(self) -> bool:
@@ -104,7 +104,7 @@ class Choice:
 
     @property
     def complexity(self) -> tuple[float, ...]:
-        """A sort key: simple are one scheme in both passes, rank order, and few words."""
+        """A sort key: simple are one scheme in both passes, rank order, and few keys."""
         mixed = self.forward != self.backward, not self.in_rank_order
         forward = _complexity(self.forward, self.forward.keys_stay)
         backward = _complexity(self.backward, self.moves == QUERIES)
@@ -120,17 +120,17 @@ class Choice:
 
     def to_config(self, size: int, layout: str) -> dict[str, Any]:
         """The keys and values of a config that runs exactly this choice."""
-        words = {
+        config = {
             "sequence_parallel_size": size,
-            "route": self.forward.to_words(),
-            "backward_route": self.backward.to_words(),
+            "route": self.forward.to_dict(),
+            "backward_route": self.backward.to_dict(),
             "backward_moves": self.moves,
             "ulysses_degree": self.degree,
             "layout": layout,
         }
-        words |= {"ulysses_stride": self.stride} if self.stride > 1 else {}
-        words |= {"ulysses_chunks": self.chunks} if self.chunks > 1 else {}
-        return words | {"keep_gathered": True} if self.keep else words
+        config |= {"ulysses_stride": self.stride} if self.stride > 1 else {}
+        config |= {"ulysses_chunks": self.chunks} if self.chunks > 1 else {}
+        return config | {"keep_gathered": True} if self.keep else config
 
 
 @dataclass(frozen=True)

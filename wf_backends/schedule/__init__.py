@@ -37,7 +37,7 @@ from wf_backends.schedule.ranges import (
 )
 from wf_backends.schedule.routes import ROUTES, make_schedule
 from wf_backends.schedule.schedule import Schedule, Shards, check, ranks_by_shard, render
-from wf_backends.schedule.slices import SLICE_WORDS, Slice
+from wf_backends.schedule.slices import SLICE_ARGUMENTS, Slice
 
 __all__ = [
     "Band",
@@ -53,7 +53,7 @@ __all__ = [
     "ROUTES",
     "Range",
     "Ranges",
-    "SLICE_WORDS",
+    "SLICE_ARGUMENTS",
     "Schedule",
     "Shards",
     "Slice",

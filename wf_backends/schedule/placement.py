@@ -20,7 +20,7 @@ from wf_backends._validation import nearest
 from wf_backends.schedule.routes import ROUTES, make_schedule
 from wf_backends.schedule.schedule import Schedule, Shards, inverse
 
-Words = tuple[tuple[str, Any], ...]  # a route without its placement, sorted and hashable
+RouteFields = tuple[tuple[str, Any], ...]  # a route without its placement, sorted and hashable
 ORDER, REVERSE, HOST_SIZE = "order", "reverse", "host_size"  # keys of a placement in a config
 
 
@@ -34,7 +34,7 @@ class Placed:
     once; 1 = once to each reader.
     """
 
-    words: Words
+    fields: RouteFields
     order: tuple[int, ...]
     reverse: bool = False
     host_size: int = 1
@@ -42,7 +42,7 @@ class Placed:
     @property
     def route(self) -> dict[str, Any]:
         """The route as in the config, without its placement."""
-        return dict(self.words)
+        return dict(self.fields)
 
     @property
     def keys_stay(self) -> bool:
@@ -64,16 +64,16 @@ class Placed:
         """Whether rank r plays part r: the default, if a config has no keys of a placement."""
         return self.in_order and not self.reverse
 
-    def to_words(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The route as a JSON block that `read_placed` reads; defaults are left out."""
-        words = self.route
+        block = self.route
         if not self.in_order:
-            words[ORDER] = list(self.order)
+            block[ORDER] = list(self.order)
         if self.reverse:
-            words[REVERSE] = True
+            block[REVERSE] = True
         if self.host_size > 1:
-            words[HOST_SIZE] = self.host_size
-        return words
+            block[HOST_SIZE] = self.host_size
+        return block
 
     def __str__(self) -> str:
         route = self.route
@@ -125,26 +125,26 @@ def read_placed(route: Mapping[str, Any], n: int, max_host_size: int | None = No
             them and their sizes), or if a route that gathers nothing has a "host_size" > 1.
     """
     placement_keys = (ORDER, REVERSE, HOST_SIZE)
-    words = {key: value for key, value in route.items() if key not in placement_keys}
+    named = {key: value for key, value in route.items() if key not in placement_keys}
     route_keys = {key for kind in ROUTES.values() for key in kind.keys}
-    for key in words.keys() - route_keys:
+    for key in named.keys() - route_keys:
         if suggestion := nearest(key, placement_keys):
             raise ValueError(f"no route takes {key!r}{suggestion}")
-    make_schedule(words, n)  # refuses what does not fit
-    plain, reverse = in_rank_order(words, n), route.get(REVERSE, False)
+    make_schedule(named, n)  # refuses what does not fit
+    plain, reverse = in_rank_order(named, n), route.get(REVERSE, False)
     if not isinstance(reverse, bool):
         raise ValueError(f"{REVERSE} must be true or false, got {reverse!r}")
     order = route.get(ORDER, plain.order)
     listed = tuple(cast(tuple[Any, ...], order)) if isinstance(order, list | tuple) else ()
     if any(type(digit) is not int for digit in listed) or sorted(listed) != list(plain.order):
-        sizes = enumerate(named_digits(words, n).items())
+        sizes = enumerate(named_digits(named, n).items())
         expected = ", ".join(f"{i} = {name} (of {size})" for i, (name, size) in sizes)
         raise ValueError(
-            f"{ORDER} must list every digit of route {words['name']!r} once, here {expected}; "
+            f"{ORDER} must list every digit of route {named['name']!r} once, here {expected}; "
             f"got {order!r}"
         )
     host_size = _read_host_size(route, plain.gathers, max_host_size)
-    return Placed(plain.words, listed, reverse, host_size)
+    return Placed(plain.fields, listed, reverse, host_size)
 
 
 def _read_host_size(route: Mapping[str, Any], gathers: bool, max_size: int | None) -> int:

@@ -62,7 +62,7 @@ TYPES: Mapping[str, Callable[[Range, Range], tuple[Bound, Bound]]] = MappingProx
 )
 """Type -> the (left, right) bounds of its band, from the ranges of queries and of keys."""
 
-SLICE_WORDS = ("q_ranges", "k_ranges", "attn_mask_types")
+SLICE_ARGUMENTS = ("q_ranges", "k_ranges", "attn_mask_types")
 
 
 def make_slices(q_ranges: Any, k_ranges: Any, attn_mask_types: Any) -> tuple[Slice, ...]:
@@ -76,7 +76,7 @@ def make_slices(q_ranges: Any, k_ranges: Any, attn_mask_types: Any) -> tuple[Sli
         ValueError: if a list is missing, the lengths differ, a range or a type is malformed, or a
             (query, key) pair lies in two slices: names these slices.
     """
-    lists = dict(zip(SLICE_WORDS, (q_ranges, k_ranges, attn_mask_types), strict=True))
+    lists = dict(zip(SLICE_ARGUMENTS, (q_ranges, k_ranges, attn_mask_types), strict=True))
     if missing := [name for name, value in lists.items() if value is None]:
         raise ValueError(f"q_ranges, k_ranges and attn_mask_types go together: {missing} missing")
     queries = _ranges("q_ranges", q_ranges)

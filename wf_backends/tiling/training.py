@@ -66,7 +66,7 @@ class TrainingPlan:
         return read_json(TrainingPlan, text, "training plan")
 
     def explain(self) -> str:
-        """The plan in words."""
+        """The plan as text."""
         saved = 1 - self.peak / max(1, self.peak_before)
         before, after = (f"{peak / 2**20:.1f} MiB" for peak in (self.peak_before, self.peak))
         lines = [

@@ -17,13 +17,13 @@ from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_backends.comm import ThreadComm
 from wf_backends.parallel import IGNORE_INDEX
-from wf_backends.schedule import SLICE_WORDS
+from wf_backends.schedule import SLICE_ARGUMENTS
 from wf_transformers.calls import LABELS, TOKENS, by_name, parameter_names, tokens_of
 from wf_transformers.comparison.changes import Changes
 from wf_transformers.comparison.random_batch import SAMPLES, random_tokens, short_seqlen
 from wf_transformers.comparison.runs import Call, Comparison
 from wf_transformers.comparison.verify import Mode, as_before, compare, conclude, find_obstacle
-from wf_transformers.documents import MASK_WORDS
+from wf_transformers.documents import MASK_ARGUMENTS
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.handle import Handle
 from wf_transformers.models import inner_models, outermost
@@ -145,7 +145,7 @@ class InnerCalls:
 
     def _compare(self, inner: nn.Module, names: list[str]) -> None:
         handle = self._handle
-        no_documents = dict.fromkeys(name for name in MASK_WORDS if name in names)
+        no_documents = dict.fromkeys(name for name in MASK_ARGUMENTS if name in names)
         no_cache = {"use_cache": False} if "use_cache" in parameter_names(inner) else {}
 
         def call(batch: Mapping[str, Any], alone: bool) -> Any:
@@ -186,7 +186,7 @@ def shorten(arguments: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any
     if tokens is None:
         return {key: _first_samples(x, samples) for key, x in batch.items()}
     seqlen = tokens.shape[1]
-    if batch.get(SLICE_WORDS[0]) is not None or batch.get("input_ids", tokens[:, 0]).dim() > 2:
+    if batch.get(SLICE_ARGUMENTS[0]) is not None or batch.get("input_ids", tokens[:, 0]).dim() > 2:
         return None
     if any(x.dim() > 1 and seqlen not in x.shape[1:] for x in tensors):  # images among tokens
         return batch if seqlen <= MAX_UNCUT_TOKENS else None

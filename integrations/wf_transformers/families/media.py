@@ -24,7 +24,7 @@ from transformers.modeling_utils import PreTrainedModel
 from wf_backends import SequenceParallel
 from wf_transformers.attention import Attention
 from wf_transformers.calls import by_name, parameter_names, refuse_call
-from wf_transformers.documents import MASK_WORDS
+from wf_transformers.documents import MASK_ARGUMENTS
 from wf_transformers.handle import Handle
 from wf_transformers.models import row_of
 
@@ -274,7 +274,7 @@ class _FeatureSelection:
 
         It gets no borders of documents: these are of tokens, not of patches.
         """
-        features = encode(*args, **{k: v for k, v in kwargs.items() if k not in MASK_WORDS})
+        features = encode(*args, **{k: v for k, v in kwargs.items() if k not in MASK_ARGUMENTS})
         if not self.pending:
             return features
         if isinstance(features, Tensor):

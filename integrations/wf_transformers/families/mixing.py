@@ -25,7 +25,7 @@ from transformers.modeling_utils import PreTrainedModel
 from wf_backends._compile import eager
 from wf_backends.dsp import RECEIVER
 from wf_backends.parallel import ChannelExchange
-from wf_backends.schedule import SLICE_WORDS
+from wf_backends.schedule import SLICE_ARGUMENTS
 from wf_transformers.attention import Attention
 from wf_transformers.calls import CACHES, ON_ONE_PROCESS
 from wf_transformers.families.mixers import MIXERS
@@ -72,7 +72,7 @@ def refuse_mixing(model: nn.Module) -> None:
 
 
 def _describe_mixing(module: nn.Module) -> str | None:
-    """In words, how a module mixes tokens; None if it does not."""
+    """As text, how a module mixes tokens; None if it does not."""
     class_name = type(module).__name__
     if isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)) and module.kernel_size[0] > 1:
         return f"a convolution over tokens, kernel_size {module.kernel_size[0]}"
@@ -181,7 +181,7 @@ class SpreadMixer:
 
     def _borders(self) -> Borders:
         mask_kwargs = self.attention.documents.current({})
-        if SLICE_WORDS[0] in mask_kwargs:
+        if SLICE_ARGUMENTS[0] in mask_kwargs:
             raise NotImplementedError(
                 f"{type(self.layer).__name__} mixes tokens in their order, of which slices of a "
                 "mask say nothing: take cu_seqlens, or a model of attention alone"

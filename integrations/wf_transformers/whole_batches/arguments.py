@@ -18,7 +18,7 @@ from wf_transformers.calls import (
     takes_any_keyword,
     tokens_of,
 )
-from wf_transformers.documents import MASK_WORDS, mask_words
+from wf_transformers.documents import MASK_ARGUMENTS, mask_arguments
 from wf_transformers.models import Head, outermost
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -47,7 +47,7 @@ def seqlen_of(arguments: Mapping[str, Any]) -> int:
 def has_row_per_token(key: str, value: Any, seqlen: int) -> bool:
     """Whether an argument must be cut: (b, S, ...), or any mask (others are refused later)."""
     is_row_per_token = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == seqlen
-    return key in (*MASK_WORDS, "attention_mask") or is_row_per_token
+    return key in (*MASK_ARGUMENTS, "attention_mask") or is_row_per_token
 
 
 def keep_padding_in_range(model: nn.Module, local: dict[str, Any], seqlen: int) -> None:
@@ -149,7 +149,7 @@ def with_documents(batch: dict[str, Any]) -> dict[str, Any]:
         ValueError: if the samples of the batch have different documents.
     """
     positions = batch.get("position_ids")
-    if positions is None or mask_words(batch):
+    if positions is None or mask_arguments(batch):
         return batch
     if bool((positions != positions[:1]).any()):
         raise ValueError(

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
-from wf_transformers.documents import MASK_WORDS
+from wf_transformers.documents import MASK_ARGUMENTS
 from wf_transformers.models import outermost
 
 PLAIN_LOSSES = (ForCausalLMLoss, ForMaskedLMLoss)
@@ -33,19 +33,19 @@ INPUTS = (
     "attention_mask",
     "position_ids",
     "token_type_ids",
-    *MASK_WORDS,
+    *MASK_ARGUMENTS,
 )
 """Arguments that are cut for a model with a custom loss. Others by token belong to the loss."""
 
 
 def custom_loss_reason(model: nn.Module, arguments: Mapping[str, Any]) -> str | None:
-    """In words, why the loss of a call is not plain cross entropy; None if it is."""
+    """As text, why the loss of a call is not plain cross entropy; None if it is."""
     name = next((name for name in LOSS_ARGUMENTS if arguments.get(name) is not None), None)
     return custom_loss_reason_of(model) if name is None else f"the call has {name}="
 
 
 def custom_loss_reason_of(model: nn.Module) -> str | None:
-    """In words, why the loss of `model` is not plain cross entropy; None if it is."""
+    """As text, why the loss of `model` is not plain cross entropy; None if it is."""
     if not has_fused_head(model):
         forward = getattr(unwrap(model.forward), "__func__", unwrap(model.forward))
         forward = forward.func if isinstance(forward, partial) else forward

@@ -27,7 +27,7 @@ from wf_transformers.calls import (
     takes_any_keyword,
     wants_output,
 )
-from wf_transformers.documents import mask_words
+from wf_transformers.documents import mask_arguments
 from wf_transformers.families.media import media_of
 from wf_transformers.families.stacks import stacks_of, whole_rows
 from wf_transformers.handle import Handle, recorded_changes
@@ -123,7 +123,7 @@ class HeadHooks:
         local = self._handle.shard_batch(with_documents(batch))
         keep_padding_in_range(inner, local, seqlen)
         ours = forward_kwargs(self._model, local)
-        self._mask_kwargs = mask_words(ours)
+        self._mask_kwargs = mask_arguments(ours)
         documents.replace(self._mask_kwargs)
         documents.expect(seqlen_of(local))
         others = {k: x for k, x in arguments.items() if k not in batch}

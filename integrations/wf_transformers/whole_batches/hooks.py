@@ -20,7 +20,7 @@ from wf_backends._compile import eager
 from wf_backends.parallel import count_valid, token_loss
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import PARTIAL_STATES, by_name
-from wf_transformers.documents import mask_words
+from wf_transformers.documents import mask_arguments
 from wf_transformers.families.experts import router_loss, wants_router_loss
 from wf_transformers.families.media import media_arguments, media_of, shard_media
 from wf_transformers.families.stacks import is_cut_inside, whole_rows
@@ -267,7 +267,7 @@ class WholeBatchHooks:
 
     def _whole(self, x: Tensor, call: Call) -> Tensor:
         """(b, s, ...) -> (b, S, ...): the rows of all ranks."""
-        return whole_rows(self.handle.sp, x, call.seqlen, **mask_words(call.local))
+        return whole_rows(self.handle.sp, x, call.seqlen, **mask_arguments(call.local))
 
     def _loss(
         self, model: nn.Module, logits: Tensor, call: Call, aux_loss: Tensor | float = 0.0

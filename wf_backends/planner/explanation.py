@@ -1,4 +1,4 @@
-"""Plans in words: the names of schemes in papers, and why a plan was chosen."""
+"""Plans as text: the names of schemes in papers, and why a plan was chosen."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _details(choice: Choice) -> list[str]:
 
 
 def _route_name(placed: Placed, size: int) -> str:
-    """A route for `size` ranks and its placement, in words."""
+    """A route for `size` ranks and its placement, as text."""
     route = placed.route
     match route["name"]:
         case "double_ring":

@@ -27,11 +27,11 @@ from wf_transformers.models import outermost
 from wf_transformers.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
 
 LATENTS = "latents"
-MODEL_WORDS = (CHECKPOINTING, AUTOCHUNK, VERIFY, LATENTS)
+MODEL_KEYS = (CHECKPOINTING, AUTOCHUNK, VERIFY, LATENTS)
 
 
 @dataclass(frozen=True, slots=True)
-class ModelWords:
+class ModelOptions:
     """Options of the model."""
 
     checkpointing: Checkpointing | None = None
@@ -44,21 +44,21 @@ class ModelWords:
     """Whether its attention sends latents instead of keys and values."""
 
     @classmethod
-    def split(cls, words: Mapping[str, Any]) -> tuple[dict[str, Any], ModelWords]:
+    def split(cls, block: Mapping[str, Any]) -> tuple[dict[str, Any], ModelOptions]:
         """Split a block into (its other fields, the options of the model).
 
         Raises:
             ValueError: naming an unknown key, or an impossible value.
         """
-        others = {key: value for key, value in words.items() if key not in MODEL_WORDS}
-        mode = words.get(VERIFY, True)
+        others = {key: value for key, value in block.items() if key not in MODEL_KEYS}
+        mode = block.get(VERIFY, True)
         check_mode(mode)
-        latents = words.get(LATENTS, False)
+        latents = block.get(LATENTS, False)
         if not isinstance(latents, bool):
             raise ValueError(f'"{LATENTS}" must be true or false, got {latents!r}')
         return others, cls(
-            Checkpointing.from_words(words[CHECKPOINTING]) if CHECKPOINTING in words else None,
-            TrainingBudget.from_words(words[AUTOCHUNK]) if AUTOCHUNK in words else None,
+            Checkpointing.from_dict(block[CHECKPOINTING]) if CHECKPOINTING in block else None,
+            TrainingBudget.from_dict(block[AUTOCHUNK]) if AUTOCHUNK in block else None,
             mode,
             latents,
         )
@@ -79,7 +79,7 @@ class ModelWords:
 
 
 def attach_by(
-    words: ModelWords,
+    options: ModelOptions,
     model: nn.Module,
     sp: SequenceParallel,
     attach: Callable[[], Handle],
@@ -90,10 +90,10 @@ def attach_by(
 
     Args:
         model: not yet attached.
-        attach: attaches it: the result of `words.attaching`.
+        attach: attaches it: the result of `options.attaching`.
         labelled: as in `plan_tiles`.
         compares: whether to compare the model with itself on one rank on its first training batch,
-            if `words.verify` is not False.
+            if `options.verify` is not False.
 
     Returns:
         The handle, which undoes all of it, and the modules that are tiled.
@@ -101,12 +101,12 @@ def attach_by(
     Raises:
         ValueError, NotImplementedError: as `plan_tiles` and `checkpoint_activations`.
     """
-    plan = plan_tiles(model, words.autochunk, sp.size, labelled)
-    first_step = FirstStep(model, words.verify if compares else False)
+    plan = plan_tiles(model, options.autochunk, sp.size, labelled)
+    first_step = FirstStep(model, options.verify if compares else False)
     with first_step.changes.recorded():
         handle = attach()
         with handle.removed_on_error():
-            checkpoint_activations(model, handle, words.checkpointing)
+            checkpoint_activations(model, handle, options.checkpointing)
             tiled_modules = apply_tiles(model, handle, plan)
             if first_step.due and sp.size > 1:
                 InnerCalls(model, handle, first_step)
@@ -116,7 +116,7 @@ def attach_by(
 
 
 def attach_compared(
-    words: ModelWords,
+    options: ModelOptions,
     model: nn.Module,
     sp: SequenceParallel,
     attach: Callable[[], Handle],
@@ -136,7 +136,7 @@ def attach_compared(
 
     Returns, Raises: as `attach_by` and `verify`.
     """
-    attach_with_options = words.attaching(model, attach)
+    attach_with_options = options.attaching(model, attach)
 
     def attach_with_hooks() -> Handle:
         handle = attach_with_options()
@@ -147,9 +147,9 @@ def attach_compared(
 
     if compares:
         verify(
-            model, sp, attach_with_hooks, words.verify, whole_batches=whole_batches, gather=gather
+            model, sp, attach_with_hooks, options.verify, whole_batches=whole_batches, gather=gather
         )
-    return attach_by(words, model, sp, attach_with_options, labelled, compares)
+    return attach_by(options, model, sp, attach_with_options, labelled, compares)
 
 
 def _compare_first_call(model: nn.Module, handle: Handle) -> None:

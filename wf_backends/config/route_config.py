@@ -37,20 +37,20 @@ def checked_route(key: str, route: Any, size: int, degree: int | str | None) -> 
         raise ValueError(
             f'{key} must be "auto" or an object such as {{"name": "ring"}}, got {route!r}'
         )
-    words = {"name": route} if isinstance(route, str) else dict(cast(Mapping[str, Any], route))
+    fields = {"name": route} if isinstance(route, str) else dict(cast(Mapping[str, Any], route))
     degrees = divisors(size) if degree == AUTO else [cast(int, degree)]
-    fitting = (d for d in degrees if fits(words, size // d))
+    fitting = (d for d in degrees if fits(fields, size // d))
     route_size = size // next(fitting, degrees[0])
     try:
-        words = read_placed(words, route_size, size).to_words()
+        fields = read_placed(fields, route_size, size).to_dict()
     except ValueError as error:
         ranks = f"sequence_parallel_size {size} / ulysses_degree {degree} = {route_size}"
         if degree == AUTO:
             ranks = f"and fits no ulysses_degree of {degrees}"
         raise ValueError(f"{key}: {error} ({ranks})") from None
-    if ORDER in words:
-        words[ORDER] = tuple(words[ORDER])
-    return MappingProxyType(dict(sorted(words.items())))
+    if ORDER in fields:
+        fields[ORDER] = tuple(fields[ORDER])
+    return MappingProxyType(dict(sorted(fields.items())))
 
 
 def parse_route(option: str, text: str, size: int) -> Placed:
