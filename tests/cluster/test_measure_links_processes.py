@@ -1,4 +1,4 @@
-"""The topology of a real job: measured in seconds, the same on every rank, kept by host list."""
+"""The topology of a real job: measured within seconds, equal on all ranks, kept per host list."""
 
 from __future__ import annotations
 
@@ -24,71 +24,73 @@ def measure_twice(
 ) -> tuple[Any, Any, float, float]:
     torch.set_num_threads(1)
     assert job_hosts(comm, hosts[comm.rank]) == hosts
-    start, began = time.process_time(), time.perf_counter()
+    cpu_start, wall_start = time.process_time(), time.perf_counter()
     first = measured_topology(comm, hosts, torch.device("cpu"), Path(folder))
-    took = time.process_time() - start  # of a core: other tests may run beside this one
-    lasted = time.perf_counter() - began
-    assert not comm.sent  # what is measured is no traffic of the job's
-    return first, measured_topology(comm, hosts, torch.device("cpu"), Path(folder)), took, lasted
+    cpu_s = time.process_time() - cpu_start  # other tests may share the cores with this one
+    wall_s = time.perf_counter() - wall_start
+    assert not comm.sent  # the bytes of a measurement are not counted as the job's
+    return first, measured_topology(comm, hosts, torch.device("cpu"), Path(folder)), cpu_s, wall_s
 
 
 @pytest.mark.parametrize(("hosts", "per_host"), [(["a", "b"], 1), (["a", "a", "b", "b"], 2)])
 def test_a_job_is_measured_once(hosts: list[str], per_host: int, tmp_path: Path) -> None:
+    """The second time, the topology is read from the one file that the first has written."""
     results = run_processes(len(hosts), measure_twice, hosts, str(tmp_path))
-    (topology, known), (again, kept), took, lasted = results[0]
-    assert not known and kept
-    assert all(
-        first == (topology, False) and second == (again, True) for first, second, *_ in results
-    )
-    assert topology == again
-    assert took < 10
+    (topology, _), _, cpu_s, wall_s = results[0]
+    for first, second, *_ in results:
+        assert first == (topology, False) and second == (topology, True)
+    assert cpu_s < 10
     assert (topology.hosts, topology.ranks_per_host) == (len(set(hosts)), per_host)
-    assert 0 < topology.inside.latency_s < lasted / 10 and topology.inside.bytes_per_s > 1e6
-    assert 0 < topology.agreement_s < lasted / 10
+    assert 0 < topology.inside.latency_s < wall_s / 10 and topology.inside.bytes_per_s > 1e6
+    assert 0 < topology.agreement_s < wall_s / 10
     assert 0 <= topology.occupied <= 1 and topology.rate().diagonal_keys >= 0
-    assert (0 < topology.exchange_s < lasted / 10) == (per_host > 1)
+    assert (0 < topology.exchange_s < wall_s / 10) == (per_host > 1)
     assert topology.kernels[0][0] == "sdpa" and topology.rate().forward_flops_per_s > 1e8
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def timed(comm: Communicator, after_s: float) -> int:
-    timer = Timer(comm, torch.device("cpu"), after_s)
+def repeats_of_a_timer(comm: Communicator, no_repeats_after_s: float) -> int:
+    """How often work is repeated that takes 0.4 s on rank 2 and no time on the other ranks."""
+    timer = Timer(comm, torch.device("cpu"), no_repeats_after_s)
     return len(timer.times(lambda: time.sleep(0.4 * (comm.rank == 2)), repeats=4))
 
 
-@pytest.mark.parametrize(("after_s", "times"), ((10.0, 4), (0.1, 1), (0.7, 2)))
-def test_nothing_is_repeated_late_on_any_rank(after_s: float, times: int) -> None:
-    """Though only one rank takes so long."""
-    assert run_threads(3, timed, after_s) == [times] * 3
+@pytest.mark.parametrize(("no_repeats_after_s", "repeats"), ((10.0, 4), (0.1, 1), (0.7, 2)))
+def test_all_ranks_stop_repeating_when_one_is_late(no_repeats_after_s: float, repeats: int) -> None:
+    assert run_threads(3, repeats_of_a_timer, no_repeats_after_s) == [repeats] * 3
 
 
 @pytest.mark.parametrize("late", (False, True))
-@pytest.mark.parametrize(("series_s", "within"), ((0.2, 0.06), (1.0, 0.015)))
-def test_ranks_that_do_not_run_together_seem_no_faster(
-    series_s: float, within: float, late: bool
+@pytest.mark.parametrize(("series_s", "rel"), ((0.2, 0.06), (1.0, 0.015)))
+def test_the_time_of_a_run_is_right_if_ranks_start_apart(
+    series_s: float, rel: float, late: bool
 ) -> None:
-    """10 ms of a row are over before the last rank begins; a row may take longer than it must."""
-    ran = list[None]()
+    """10 ms of a series are over before the last rank starts: the error is smaller in a long one.
 
-    class Apart(Timer):
-        """A millisecond for each piece of work."""
+    `late`: the time for repeats is used up.
+    """
+    runs = list[None]()
+
+    class LateStart(Timer):
+        """A millisecond for each run, minus the 10 ms."""
 
         def times(self, work: Any, repeats: int, max_total_s: float = inf) -> list[float]:
-            ran.clear()
+            runs.clear()
             work()
-            return [max(0.0, 1e-3 * len(ran) - 0.01)] * (1 if late else repeats)
+            return [max(0.0, 1e-3 * len(runs) - 0.01)] * (1 if late else repeats)
 
-    def one(comm: Communicator) -> float:
-        return Apart(comm, torch.device("cpu")).per_run(lambda: ran.append(None), series_s)
+    def seconds_per_run(comm: Communicator) -> float:
+        return LateStart(comm, torch.device("cpu")).per_run(lambda: runs.append(None), series_s)
 
-    assert run_threads(1, one) == [pytest.approx(1e-3, rel=within)]
+    assert run_threads(1, seconds_per_run) == [pytest.approx(1e-3, rel=rel)]
 
 
 class Steady(Timer):
-    """A link of so many bytes a second, whose messages take 10 ms more."""
+    """A link with 10 ms of latency and a constant rate."""
 
     RATE = 1e6
     BURST = 0
+    """The first bytes of a message, which take no time."""
 
     def exchange(self, peers: Any, num_bytes: int, repeats: int, rounds: int = 1) -> list[float]:
         shaped = max(0, num_bytes - self.BURST)
@@ -96,21 +98,19 @@ class Steady(Timer):
 
 
 class Bursting(Steady):
-    """The first bytes of every message take no time."""
-
     BURST = 1 << 14
 
 
 class Hiccup(Steady):
-    """A message that is no long one takes 30 ms more than it should."""
+    """Messages of 4 to 64 KiB take 30 ms longer."""
 
     def exchange(self, peers: Any, num_bytes: int, repeats: int, rounds: int = 1) -> list[float]:
         times = super().exchange(peers, num_bytes, repeats, rounds)
-        return [took + 0.03 * (1 << 12 < num_bytes < 1 << 16) for took in times]
+        return [seconds + 0.03 * (1 << 12 < num_bytes < 1 << 16) for seconds in times]
 
 
 @pytest.mark.parametrize("link", (Steady, Bursting, Hiccup))
-def test_a_rate_is_free_of_latency_of_bursts_and_of_hiccups(link: type[Steady]) -> None:
+def test_latency_bursts_and_hiccups_do_not_change_a_measured_rate(link: type[Steady]) -> None:
     (timer,) = run_threads(1, lambda comm: link(comm, torch.device("cpu")))
     latency = timer.latency((0, 0))
     assert latency == pytest.approx(0.01, rel=1e-3)
@@ -118,22 +118,22 @@ def test_a_rate_is_free_of_latency_of_bursts_and_of_hiccups(link: type[Steady]) 
 
 
 class Fast(Steady):
-    """Its short messages take as long as none at all."""
+    """The bytes of a short message take no time beside its latency."""
 
     RATE = 5e7
 
 
-def test_a_rate_is_measured_by_a_message_whose_bytes_take_long() -> None:
-    """As many bytes as the link carries in that time, whatever a message takes beside them."""
+def test_bytes_for_a_time_are_those_that_the_link_carries_in_it() -> None:
+    """The latency of a message does not count."""
     (timer,) = run_threads(1, lambda comm: Fast(comm, torch.device("cpu")))
     assert timer.bytes_for((0, 0), 0.2) == pytest.approx(0.2 * Fast.RATE, rel=1e-3)
     assert timer.bytes_for((0, 0), 20.0) == MAX_BYTES
 
 
 class Overlapping(Timer):
-    """A message takes 1 s and a tile 0.3; together they take `both` times what they take apart."""
+    """A message takes 1 s, a tile 0.3 s; both at once take `overlap` x the sum of their times."""
 
-    both = 0.0
+    overlap = 0.0
 
     def make_post(self, peers: Any, num_bytes: int) -> Any:
         assert peers == (1 - self.comm.rank,) * 2 and num_bytes > 0
@@ -143,27 +143,29 @@ class Overlapping(Timer):
         if post is None or not tiles:
             return 0.3 * tiles if tiles else 1.0
         assert tiles == 3  # as long as the message
-        return self.both * (1.0 + 0.3 * tiles)
+        return self.overlap * (1.0 + 0.3 * tiles)
 
 
-def occupied(comm: Communicator, both: float, per_host: int) -> float:
+def occupied_share(comm: Communicator, overlap: float, per_host: int) -> float:
     timer = Overlapping(comm, torch.device("cpu"))
-    object.__setattr__(timer, "both", both)
+    object.__setattr__(timer, "overlap", overlap)
     return measure_occupied(timer, per_host, lambda: None)
 
 
 @pytest.mark.parametrize("per_host", (1, 2))
-@pytest.mark.parametrize(("both", "share"), ((1.0, 1.0), (1.2, 1.0), (0.5, 0.05), (0.1, 0.0)))
-def test_what_of_a_message_tiles_do_not_hide(both: float, share: float, per_host: int) -> None:
-    assert run_threads(2, occupied, both, per_host) == pytest.approx([share] * 2)
+@pytest.mark.parametrize(("overlap", "share"), ((1.0, 1.0), (1.2, 1.0), (0.5, 0.05), (0.1, 0.0)))
+def test_the_occupied_share_of_a_message_is_what_tiles_do_not_hide(
+    overlap: float, share: float, per_host: int
+) -> None:
+    assert run_threads(2, occupied_share, overlap, per_host) == pytest.approx([share] * 2)
 
 
-def refused(comm: Communicator, hosts: list[str], folder: str) -> str:
+def error_of_measuring(comm: Communicator, hosts: list[str], folder: str) -> str:
     with pytest.raises(ValueError) as caught:
         measured_topology(comm, hosts, torch.device("cpu"), Path(folder))
     return str(caught.value)
 
 
-def test_hosts_in_turn_are_refused(tmp_path: Path) -> None:
-    told = run_processes(4, refused, ["a", "b", "a", "b"], str(tmp_path))
-    assert all("ranks 0 and 1 should share host 0" in message for message in told)
+def test_hosts_whose_ranks_alternate_are_refused(tmp_path: Path) -> None:
+    errors = run_processes(4, error_of_measuring, ["a", "b", "a", "b"], str(tmp_path))
+    assert all("ranks 0 and 1 should share host 0" in error for error in errors)

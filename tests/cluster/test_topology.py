@@ -1,4 +1,4 @@
-"""Topologies: files, presets, who shares a NIC, and what contradicts a job."""
+"""Topologies: files, presets, ranks that share a NIC, and contradictions to a job."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from wf_backends.cluster.presets import PRESETS, load
 from wf_backends.cluster.topology import from_dict
 
 FILES = sorted((Path(__file__).parents[2] / "configs/topologies").iterdir())
-
-
 RATE = {"forward_tflops": 0.02, "backward_tflops": 0.04, "call_us": 50}
 
 
-def words(**changes: Any) -> dict[str, Any]:
+def description(**changes: Any) -> dict[str, Any]:
+    """A topology as a file describes it, with some keys changed."""
     return {
         "name": "lab",
         "hosts": 2,
@@ -31,35 +30,37 @@ def words(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def numbers(words: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """All numbers, by their path."""
-    found: dict[str, float] = {}
-    for key, value in words.items():
+def numbers(description: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """All numbers, by their path: {"inside.latency_us": 20, ...}."""
+    by_path: dict[str, float] = {}
+    for key, value in description.items():
         if isinstance(value, dict):
-            found |= numbers(value, f"{prefix}{key}.")
+            by_path |= numbers(value, f"{prefix}{key}.")
         elif not isinstance(value, str):
-            found[prefix + key] = value
-    return found
+            by_path[prefix + key] = value
+    return by_path
 
 
 @pytest.mark.parametrize(
-    ("hosts", "regular"),
+    ("hosts", "expected"),
     [
-        ("a", 1),
-        ("aa", 1),
-        ("aabb", 1),
-        ("ab", 1),
-        ("aab", 0),
-        ("abab", 0),
-        ("aabbaa", 0),
-        ("abb", 0),
+        ("a", True),
+        ("aa", True),
+        ("aabb", True),
+        ("ab", True),
+        ("aab", False),
+        ("abab", False),
+        ("aabbaa", False),
+        ("abb", False),
     ],
 )
-def test_hosts_are_regular_or_not(hosts: str, regular: int) -> None:
-    assert is_host_by_host(list(hosts)) == bool(regular)
+def test_equal_numbers_of_neighbouring_ranks_per_host_are_host_by_host(
+    hosts: str, expected: bool
+) -> None:
+    assert is_host_by_host(list(hosts)) == expected
 
 
-def test_presets_and_files_for_a_number_of_ranks(tmp_path: Path) -> None:
+def test_load_takes_as_many_hosts_as_the_ranks_need(tmp_path: Path) -> None:
     assert load("h100-8x400g", 128).hosts == 16 and load("one-host", 12).hosts == 1
     with pytest.raises(ValueError, match="12 ranks do not fill hosts of 8"):
         load("h100-8x400g", 12)
@@ -71,54 +72,55 @@ def test_presets_and_files_for_a_number_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_file_in_configs_loads(path: Path) -> None:
+def test_every_file_of_configs_loads(path: Path) -> None:
     assert load(str(path)).size > 1
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_survives_a_round_trip(name: str) -> None:
-    again = from_dict(json.loads(json.dumps(PRESETS[name].to_dict())))
-    assert numbers(again.to_dict()) == pytest.approx(numbers(PRESETS[name].to_dict()))
-    assert load(name) is PRESETS[name]
+def test_a_preset_is_unchanged_by_json(name: str) -> None:
+    preset = PRESETS[name]
+    read = from_dict(json.loads(json.dumps(preset.to_dict())))
+    assert numbers(read.to_dict()) == pytest.approx(numbers(preset.to_dict()))
+    assert load(name) is preset
 
 
 @pytest.mark.parametrize("name", ["h100-8x400g", "a100-4x-100gbe"])
-def test_a_preset_in_configs_is_the_preset(name: str) -> None:
+def test_a_file_of_configs_equals_the_preset_of_its_name(name: str) -> None:
     path = next(path for path in FILES if path.stem == name.replace("-", "_"))
     assert numbers(load(str(path)).to_dict()) == pytest.approx(numbers(PRESETS[name].to_dict()))
 
 
-def test_units_are_seconds_bytes_and_flops() -> None:
-    topology = from_dict(words())
+def test_a_topology_is_in_seconds_bytes_and_flops() -> None:
+    topology = from_dict(description())
     assert topology.between.seconds(25e9 / 8) == pytest.approx(1 + 50e-6)
     assert topology.between.seconds(0) == 0
     assert topology.rate("sdpa").forward_flops_per_s == pytest.approx(2e10)
     assert topology.memory_bytes == 16 * 2**30
 
 
-def test_what_may_be_left_out_comes_back_from_dict() -> None:
-    bare = from_dict(words())
+def test_optional_keys_have_defaults_and_are_written_back() -> None:
+    bare = from_dict(description())
     assert (bare.direct_links, bare.agreement_s) == (False, 0.0)
     assert (bare.occupied, bare.rate().diagonal_keys) == (0.0, 0.0)
-    more = {"direct_links": True, "agreement_us": 250, "exchange_us": 500, "occupied": 0.75}
-    full = from_dict(words(**more, kernels={"sdpa": RATE | {"diagonal_keys": 64}}))
+    optional = {"direct_links": True, "agreement_us": 250, "exchange_us": 500, "occupied": 0.75}
+    full = from_dict(description(**optional, kernels={"sdpa": RATE | {"diagonal_keys": 64}}))
     assert (full.direct_links, full.occupied, full.rate().diagonal_keys) == (True, 0.75, 64)
     assert (full.agreement_s, full.exchange_s) == pytest.approx((250e-6, 500e-6))
     assert from_dict(full.to_dict()) == full and from_dict(bare.to_dict()) == bare
 
 
-def test_what_holds_a_rank_goes_by_the_nearest_link() -> None:
-    """Both ends of a message that takes 20 us and 1 s: half of the occupied share each."""
-    near = from_dict(words(occupied=0.5))
-    assert near.hold_s(1e10) == pytest.approx(0.25 * (1 + 20e-6))
-    assert near.hold_s(0, messages=3) == pytest.approx(0.25 * 3 * 20e-6)
-    alone = from_dict(words(occupied=0.5, ranks_per_host=1, nics_per_host=1))
-    assert alone.hold_s(25e9 / 8) == pytest.approx(0.25 * (1 + 50e-6))
-    assert from_dict(words()).hold_s(1e9) == 0
+def test_a_message_holds_a_rank_for_a_share_of_its_time_on_the_nearest_link() -> None:
+    """Of the occupied share of a message's time (1 s + its latency), each of its ends has half."""
+    two_links = from_dict(description(occupied=0.5))
+    assert two_links.hold_s(1e10) == pytest.approx(0.25 * (1 + 20e-6))
+    assert two_links.hold_s(0, messages=3) == pytest.approx(0.25 * 3 * 20e-6)
+    one_rank_per_host = from_dict(description(occupied=0.5, ranks_per_host=1, nics_per_host=1))
+    assert one_rank_per_host.hold_s(25e9 / 8) == pytest.approx(0.25 * (1 + 50e-6))
+    assert from_dict(description()).hold_s(1e9) == 0
 
 
-def test_neighbours_share_a_nic() -> None:
-    topology = from_dict(words())
+def test_neighbouring_ranks_share_a_nic() -> None:
+    topology = from_dict(description())
     assert [topology.host(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [topology.nic(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
@@ -126,15 +128,17 @@ def test_neighbours_share_a_nic() -> None:
 @pytest.mark.parametrize(
     ("size", "hosts", "ranks", "nics"), [(16, 4, 4, 2), (8, 2, 4, 2), (2, 1, 2, 1), (1, 1, 1, 1)]
 )
-def test_more_or_fewer_of_the_same_hosts(size: int, hosts: int, ranks: int, nics: int) -> None:
-    topology = from_dict(words()).with_ranks(size)
+def test_with_ranks_adds_hosts_or_takes_a_part_of_one(
+    size: int, hosts: int, ranks: int, nics: int
+) -> None:
+    topology = from_dict(description()).with_ranks(size)
     assert topology.size == size
     assert (topology.hosts, topology.ranks_per_host, topology.nics_per_host) == (hosts, ranks, nics)
 
 
 def test_ranks_that_do_not_fill_hosts_are_refused() -> None:
     with pytest.raises(ValueError, match="6 ranks do not fill hosts of 4.*multiple of 4"):
-        from_dict(words()).with_ranks(6)
+        from_dict(description()).with_ranks(6)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +174,7 @@ def test_ranks_that_do_not_fill_hosts_are_refused() -> None:
 )
 def test_a_wrong_key_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        from_dict(words(**changes))
+        from_dict(description(**changes))
 
 
 def test_a_topology_is_an_object() -> None:
@@ -179,15 +183,15 @@ def test_a_topology_is_an_object() -> None:
 
 
 def test_a_missing_key_is_named() -> None:
-    incomplete = words()
+    incomplete = description()
     del incomplete["between"]
     with pytest.raises(ValueError, match="'between' is missing"):
         from_dict(incomplete)
 
 
-def test_the_file_is_named_too(tmp_path: Path) -> None:
+def test_an_error_names_the_file_of_the_key(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps(words(hosts=0)))
+    path.write_text(json.dumps(description(hosts=0)))
     with pytest.raises(ValueError, match="mine.json: topology key 'hosts'"):
         load(str(path))
 
@@ -204,8 +208,9 @@ def test_the_file_is_named_too(tmp_path: Path) -> None:
         ("[" * 100_000, "nested too deep"),
     ],
 )
-def test_a_file_that_is_no_topology_is_named(tmp_path: Path, text: str, message: str) -> None:
-    (path := tmp_path / "mine.json").write_text(text)
+def test_an_error_names_a_file_that_is_not_json(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text)
     with pytest.raises(ValueError, match=f"mine.json: .*{message}"):
         load(str(path))
 
@@ -215,14 +220,19 @@ def test_a_name_that_no_file_can_have_is_refused() -> None:
         load("x" * 5000 + ".json")
 
 
-def test_an_unknown_preset_gets_the_nearest_name() -> None:
+def test_an_unknown_preset_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ValueError, match="did you mean 'h100-8x400g'"):
         load("h100-8x400")
 
 
-def test_an_unknown_kernel_is_refused_with_those_there_are() -> None:
+def test_an_unknown_kernel_is_refused_with_the_known_names() -> None:
     with pytest.raises(ValueError, match=r"has rates for \['sdpa'\], got kernel 'spda'.*sdpa"):
-        from_dict(words()).rate("spda")
+        from_dict(description()).rate("spda")
+
+
+def test_a_topology_that_fits_the_job_is_returned() -> None:
+    topology = from_dict(description())
+    assert check_job(topology, ["a"] * 4 + ["b"] * 4) is topology
 
 
 @pytest.mark.parametrize(
@@ -235,7 +245,6 @@ def test_an_unknown_kernel_is_refused_with_those_there_are() -> None:
     ],
 )
 def test_a_topology_that_contradicts_the_job_is_refused(hosts: list[str], message: str) -> None:
-    topology = from_dict(words())
-    assert check_job(topology, ["a"] * 4 + ["b"] * 4) is topology
+    topology = from_dict(description())
     with pytest.raises(ValueError, match=f"contradicts the job.*{message}.*bench-links"):
         check_job(topology, hosts)
