@@ -1,4 +1,7 @@
-"""The auxiliary loss of mixtures of experts is that of the whole batch, padding left out."""
+"""The auxiliary loss of a mixture's routers: on ranks it is that of the whole batch on one device.
+
+The reference is transformers' own model with all tokens, in float64. Padding does not count.
+"""
 
 from __future__ import annotations
 
@@ -20,92 +23,103 @@ from tests.integrations.transformers_models import (  # noqa: E402
 from wf_backends.parallel.loss import count_valid  # noqa: E402
 
 MIXTURES = ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "phimoe", "gpt_oss"]
-MORE = {"router_aux_loss_coef": 0.3, "output_router_logits": True}
-PADDED = (torch.arange(23)[None] < torch.tensor([[23], [9]])).long()
+ROUTER_LOSS = {"router_aux_loss_coef": 0.3, "output_router_logits": True}
+PADDING_MASK = (torch.arange(23)[None] < torch.tensor([[23], [9]])).long()  # the 2nd sequence: 9
 
 
-def given(mask: torch.Tensor | None) -> dict[str, Any]:
-    found = batch()
-    if mask is None:
-        return found
-    return found | {"attention_mask": mask, "labels": found["labels"].masked_fill(mask == 0, -100)}
+def build_mixture(name: str) -> Any:
+    """The same weights at every call."""
+    return build(FAMILIES[name], **ROUTER_LOSS)
 
 
-def alone(name: str, words: dict[str, Any]) -> Any:
-    model = build(FAMILIES[name], **MORE)
+def batch_with(mask: torch.Tensor | None) -> dict[str, Any]:
+    inputs = batch()
+    if mask is not None:
+        inputs["attention_mask"] = mask
+        inputs["labels"] = inputs["labels"].masked_fill(mask == 0, -100)
+    return inputs
+
+
+def run_on_one_device(name: str, inputs: dict[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The model's output, and its gradients."""
+    model = build_mixture(name)
     with NoFloat32():
-        output = model(**words)
+        output = model(**inputs)
     output.loss.backward()
     assert output.aux_loss > 0
     return output, gradients(model)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("mask", [None, PADDED], ids=["whole", "padded"])
+@pytest.mark.parametrize("mask", [None, PADDING_MASK], ids=["whole", "padded"])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_whole_batches(name: str, mask: torch.Tensor | None, size: int) -> None:
-    """As the Trainer calls a model: the same loss on every rank, gradients averaged."""
-    one, wanted = alone(name, given(mask))
-    models = [build(FAMILIES[name], **MORE) for _ in range(size)]
+def test_whole_batches_have_the_loss_of_one_device_on_every_rank(
+    name: str, mask: torch.Tensor | None, size: int
+) -> None:
+    """As the Trainer calls a model: gradients are averaged over the ranks."""
+    expected, expected_grads = run_on_one_device(name, batch_with(mask))
+    models = [build_mixture(name) for _ in range(size)]
 
-    def rank(comm: Any) -> Any:
+    def train(comm: Any) -> Any:
         model = models[comm.rank]
         with wf_transformers.attach_model(model, sequence_parallel(comm)) as handle, NoFloat32():
             wf_transformers.WholeBatchHooks(model, handle)
-            output = model(**given(mask))
+            output = model(**batch_with(mask))
             output.loss.backward()
         assert output.router_logits is None
         return output.loss.detach(), output.aux_loss.detach(), gradients(model)
 
-    found = run_threads(size, rank)
-    for loss, aux, _ in found:
-        assert_close(loss, one.loss.detach(), "loss")
-        assert_close(aux, one.aux_loss.detach(), "aux_loss")
-    for key, gradient in wanted.items():
-        assert_close(sum(own[key] for _, _, own in found) / size, gradient, key)
+    ranks = run_threads(size, train)
+    for loss, aux_loss, _ in ranks:
+        assert_close(loss, expected.loss.detach(), "loss")
+        assert_close(aux_loss, expected.aux_loss.detach(), "aux_loss")
+    for key, expected_grad in expected_grads.items():
+        assert_close(sum(grads[key] for *_, grads in ranks) / size, expected_grad, key)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_shares(name: str) -> None:
-    """A loop of one's own: the model's loss is this rank's share of a sum."""
-    words = given(PADDED)
-    one, wanted = alone(name, words)
-    models = [build(FAMILIES[name], **MORE) for _ in range(2)]
+def test_losses_of_shards_sum_to_the_loss_of_one_device(name: str) -> None:
+    """In a training loop that shards the batch itself; gradients are summed over the ranks."""
+    inputs = batch_with(PADDING_MASK)
+    expected, expected_grads = run_on_one_device(name, inputs)
+    models = [build_mixture(name) for _ in range(2)]
 
-    def rank(comm: Any) -> Any:
+    def train(comm: Any) -> Any:
         sp, model = sequence_parallel(comm), models[comm.rank]
         with wf_transformers.attach_model(model, sp), NoFloat32():
-            local = sp.shard_batch(words)
-            num_valid = sp.sum_over_ranks(count_valid(local["labels"]))
-            kwargs = wf_transformers.forward_kwargs(model, local, num_valid=num_valid)
+            shard = sp.shard_batch(inputs)
+            num_valid = sp.sum_over_ranks(count_valid(shard["labels"]))
+            kwargs = wf_transformers.forward_kwargs(model, shard, num_valid=num_valid)
             output = model(**kwargs)
             output.loss.backward()
         return output.loss.detach(), gradients(model)
 
-    found = run_threads(2, rank)
-    assert_close(sum(loss for loss, _ in found), one.loss.detach(), "loss")
-    for key, gradient in wanted.items():
-        assert_close(sum(own[key] for _, own in found), gradient, key)
+    ranks = run_threads(2, train)
+    assert_close(sum(loss for loss, _ in ranks), expected.loss.detach(), "loss")
+    for key, expected_grad in expected_grads.items():
+        assert_close(sum(grads[key] for _, grads in ranks), expected_grad, key)
 
 
-def test_which_tokens_count_must_be_known() -> None:
-    def rank(comm: Any) -> None:
-        sp, model = sequence_parallel(comm), build(FAMILIES["mixtral"], **MORE)
+def test_batch_without_an_attention_mask_is_refused() -> None:
+    """A shard may end with padding of `shard_batch`, which must not count."""
+
+    def forward(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), build_mixture("mixtral")
         with wf_transformers.attach_model(model, sp):
-            local = sp.shard_batch(batch())
+            shard = sp.shard_batch(batch())
             with pytest.raises(ValueError, match="have an attention_mask in the batch"):
-                model(**wf_transformers.forward_kwargs(model, local))
+                model(**wf_transformers.forward_kwargs(model, shard))
 
-    run_threads(2, rank)
+    run_threads(2, forward)
 
 
-def test_verify_passes_with_that_loss() -> None:
-    models = [build(FAMILIES["mixtral"], **MORE) for _ in range(2)]
+def test_verify_accepts_a_mixture_with_router_loss() -> None:
+    models = [build_mixture("mixtral") for _ in range(2)]
 
-    def rank(comm: Any) -> Any:
+    def verify(comm: Any) -> Any:
         sp, model = sequence_parallel(comm), models[comm.rank]
         return wf_transformers.verify(
             model, sp, lambda: wf_transformers.attach_model(model, sp), "strict"
         )
 
-    assert all(report is not None for report in run_threads(2, rank))
+    assert all(report is not None for report in run_threads(2, verify))

@@ -1,4 +1,8 @@
-"""The routers' loss under DDP, FSDP2 and ZeRO: one step is that of one process."""
+"""A mixture with its routers' loss under DDP, FSDP2 and ZeRO: a step equals that of one process.
+
+Four ranks in two groups, each with its own batch (experts_worker.py). The reference is a step of
+transformers' model in one process, over both batches.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,20 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=I
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
-from tests.integrations.experts_worker import RATE, mixture, padded  # noqa: E402
+from tests.integrations.experts_worker import (  # noqa: E402
+    LEARNING_RATE,
+    build_mixture,
+    padded_batch,
+)
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
 
-def one_process(name: str) -> tuple[float, dict[str, torch.Tensor]]:
+def step_in_one_process(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss of the first group's batch, and the weights after a step over both batches."""
-    model = mixture(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    losses: list[Any] = [model(**padded(group)).loss for group in (0, 1)]
+    model = build_mixture(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    losses: list[Any] = [model(**padded_batch(group)).loss for group in (0, 1)]
     (sum(losses) / 2).backward()
     optimizer.step()
     return float(losses[0]), dict(model.named_parameters())
@@ -34,12 +42,12 @@ def one_process(name: str) -> tuple[float, dict[str, torch.Tensor]]:
         *(("qwen3_moe", engine) for engine in ("fsdp2", "zero3")),
     ],
 )
-def test_one_step(name: str, engine: str, tmp_path: Path) -> None:
+def test_step_equals_that_of_one_process(name: str, engine: str, tmp_path: Path) -> None:
     worker = Path(__file__).with_name("experts_worker.py")
     run_ranks([str(worker), str(tmp_path), name, engine], 4)
-    found = torch.load(tmp_path / f"{name}_{engine}.pt")
-    loss, weights = one_process(name)
-    assert found["loss"] == pytest.approx(loss, rel=1e-5)
-    for key, weight in weights.items():
-        error = (found["weights"][key] - weight).abs().max() / weight.abs().max()
+    actual = torch.load(tmp_path / f"{name}_{engine}.pt")
+    expected_loss, expected_weights = step_in_one_process(name)
+    assert actual["loss"] == pytest.approx(expected_loss, rel=1e-5)
+    for key, expected in expected_weights.items():
+        error = (actual["weights"][key] - expected).abs().max() / expected.abs().max()
         assert error < 1e-5, f"{key}: {error:.1e}"
