@@ -62,7 +62,7 @@ LONG: dict[str, str] = {
     "tests/runtime/test_hosts_once.py": r"\(6\)",
     "tests/runtime/test_device_only.py": r"on_the_gpu_and_reads_no_value\[(?!sdpa on an Ampere)",
     "tests/parallel/test_chosen.py": r"chosen\[.*-[1-9]\]",
-    "tests/dsp/test_video_dit.py": r"published|exact\[[12]",
+    "tests/dsp/test_video_dit.py": r"published|exact\[(dsp, stages repeated|ring)",
     "tests/gpu/test_cudnn.py": r"on_cudnn_is_exact\[(documents|full|window)|all_tiles.*full",
     "tests/integrations/test_families.py": TWO,
     "tests/integrations/test_stacks.py": TWO,

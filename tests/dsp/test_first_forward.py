@@ -1,8 +1,9 @@
-"""A model whose stages are right but not what lies between them is refused at its first forward."""
+"""The comparison at the first forward refuses a model that mixes or counts positions between its
+stages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -30,20 +31,22 @@ class Mix(nn.Module):
 
 
 class MeanOverAll(nn.Module):
-    """A mean over time and space, between stages."""
+    """A residual mean over time and space: between stages each rank would average its shard."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + x.mean((1, 2), keepdim=True)
 
 
 class LocalPositions(nn.Module):
-    """Frames counted from 0 on this rank, between stages."""
+    """Adds a function of the frame's number: between stages each rank would count from 0."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 0.1 * torch.arange(x.shape[1], dtype=x.dtype)[:, None, None].sin()
 
 
 class Model(nn.Module):
+    """A stage over space, then dropout and `between`, then a stage over time."""
+
     def __init__(self, between: nn.Module, dropout: float = 0.0) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
@@ -63,14 +66,30 @@ STAGES: dict[str, Any] = {
 }
 
 
-def forwards(
-    comm: Communicator,
-    model: Model,
-    shape: tuple[int, ...] = (2, 5, 6, WIDTH),
-    verify: Any = True,
-    words: Mapping[str, Any] = STAGES,
+MODELS: dict[str, Callable[[], Model]] = {
+    "mean": lambda: Model(MeanOverAll()),
+    "positions": lambda: Model(LocalPositions()),
+    "right": lambda: Model(nn.Identity()),
+    "dropout": lambda: Model(nn.Identity(), dropout=0.5),
+}
+WRONG = ("mean", "positions")
+
+
+def first_step(
+    comm: Communicator, name: str, verify: bool = True
 ) -> tuple[Tensor, dict[str, int], bool]:
-    """The output of a first forward, the bytes it sent, and whether the model is as it was."""
+    """A first forward and its backward, with the tracker removed afterwards.
+
+    Returns:
+        The output, the bytes sent by label, and whether the model is in training mode and without
+        hooks, as before.
+    """
+    return step_of(comm, MODELS[name](), verify, STAGES)
+
+
+def step_of(
+    comm: Communicator, model: Model, verify: bool, stages: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, int], bool]:
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.double().parameters():
@@ -78,60 +97,56 @@ def forwards(
     config = SequenceParallelConfig(sequence_parallel_size=comm.size, layout="contiguous")
     sp = SequenceParallel(config, comm)
     dsp = DynamicSequenceParallel(comm, gradients="averaged")
-    tracker = spread(model, sp, dsp, Stages(**words), verify)
-    out = model(torch.randn(shape, generator=torch.Generator().manual_seed(1)).double())
+    tracker = spread(model, sp, dsp, Stages(**stages), verify)
+    x = torch.randn(2, 5, 6, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    out = model(x)
     out.square().mean().backward()
     tracker.remove()
     hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
     return out, sp.report(), model.training and not any(hooks)
 
 
-WRONG = {"mean": MeanOverAll, "positions": LocalPositions}
-
-
-def one_rank(comm: Communicator, kind: str, *more: Any) -> Any:
-    between = WRONG.get(kind, nn.Identity)()
-    return forwards(comm, Model(between, 0.5 if kind == "dropout" else 0.0), *more)
-
-
-@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("num_ranks", (2, 3))
-def test_what_mixes_or_counts_between_stages_is_refused_by_name(kind: str, num_ranks: int):
+def test_a_module_that_mixes_or_counts_between_stages_is_refused(name: str, num_ranks: int):
     with pytest.raises(NotImplementedError, match="the output of between is the first that differ"):
-        run_threads(num_ranks, one_rank, kind)
+        run_threads(num_ranks, first_step, name)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_without_the_comparison_the_output_of_such_a_model_is_wrong(name: str):
+    (out, *_), *_ = run_threads(2, first_step, name, False)
+    ((expected, *_),) = run_threads(1, first_step, name)
+    assert (out - expected).abs().max() > 1e-3 * expected.abs().max()
 
 
 @pytest.mark.parametrize(
-    ("leaves", "says"),
+    ("leaves", "message"),
     [("first", "'first' ran before 'space'"), ("unused", "ended without 'unused' behind 'space'")],
 )
-def test_a_model_that_is_not_whole_at_its_end_is_refused(leaves: str, says: str):
-    def rank(comm: Communicator) -> Any:
+def test_a_model_whose_output_is_not_whole_is_refused(leaves: str, message: str):
+    def step(comm: Communicator) -> Any:
         model = Model(nn.Identity())
         model.unused = nn.Identity()
-        return forwards(comm, model, (1, 2, 2, WIDTH), False, STAGES | {"leaves": leaves})
+        return step_of(comm, model, False, STAGES | {"leaves": leaves})
 
-    with pytest.raises(ValueError, match=says):
-        run_threads(2, rank)
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_without_the_comparison_they_are_silently_wrong(kind: str):
-    (found, *_), *_ = run_threads(2, one_rank, kind, (2, 5, 6, WIDTH), False)
-    ((right, *_),) = run_threads(1, one_rank, kind)
-    assert (found - right).abs().max() > 1e-3 * right.abs().max()
+    with pytest.raises(ValueError, match=message):
+        run_threads(2, step)
 
 
-@pytest.mark.parametrize("kind", ("right", "dropout"))
-def test_a_right_model_runs_and_nothing_is_left_behind(kind: str):
-    verified = run_threads(3, one_rank, kind)
-    plain = run_threads(3, one_rank, kind, (2, 5, 6, WIDTH), False)
-    for (out, sent, as_before), (right, wanted, _) in zip(verified, plain, strict=True):
-        assert as_before and sent == wanted and out.shape == right.shape
+@pytest.mark.parametrize("name", ("right", "dropout"))
+def test_the_comparison_changes_neither_the_output_nor_the_model(name: str):
+    """Nor the bytes that are reported. Dropout draws anew: its output has the same shape."""
+    verified, plain = run_threads(3, first_step, name), run_threads(3, first_step, name, False)
+    for (out, sent, is_as_before), (plain_out, plain_sent, _) in zip(verified, plain, strict=True):
+        assert is_as_before
+        assert sent == plain_sent
+        assert out.shape == plain_out.shape
+        assert name == "dropout" or torch.equal(out, plain_out)
 
 
 def test_ranks_that_keep_fewer_outputs_name_the_same_module(monkeypatch: pytest.MonkeyPatch):
     """One rank has 3 of 5 frames, and keeps the outputs of fewer modules than the other."""
     monkeypatch.setattr(first_forward, "KEPT_BYTES", 5000)
     with pytest.raises(NotImplementedError, match="the output of between is the first that differ"):
-        run_threads(2, one_rank, "mean")
+        run_threads(2, first_step, "mean")

@@ -9,7 +9,7 @@ import torch
 import transformers as tf
 from torch import Tensor, nn
 
-from tests.dsp.test_video_dit import VideoDiT, VideoDiTConfig
+from tests.dsp.video import VideoDiT, VideoDiTConfig
 
 VOCABULARY, SEQLEN = 256, 24
 NARROW: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import wf_deepspeed
-from tests.dsp.test_video_dit import small, train_video
+from tests.dsp.video import small_video, train_video
 
 STEPS = 4
 
@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """Return the mean loss of all samples of each step, and what the handle did."""
-    example = small(case["stages"], {}, frames=4, width=32)
+    example = small_video(case["stages"], {}, frames=4, width=32)
     config = train_video.VideoDiTConfig(**example["model"])
     model = train_video.initialise(train_video.VideoDiT(config), seed=0)
     engine = initialize(case, model)
