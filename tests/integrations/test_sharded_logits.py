@@ -1,8 +1,13 @@
-"""Log-probabilities, scores and completions of whole batches, on ranks as on one, without TRL."""
+"""Log-probabilities, scores and completions of whole batches on ranks are those of one device.
+
+`LogProbabilityHooks` and `Rollout` in calls as TRL's trainers make them, without TRL (which
+test_preferences.py runs). Ranks are threads, in float64.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.families import NoFloat32  # noqa: E402
+from tests.integrations.mean_gradients import assert_mean_gradients  # noqa: E402
 from tests.integrations.transformers_models import gradients, sequence_parallel  # noqa: E402
 from wf_transformers.whole_batches.log_probabilities import (  # noqa: E402
     LogProbabilityHooks,
@@ -22,68 +28,72 @@ from wf_transformers.whole_batches.log_probabilities import (  # noqa: E402
 )
 from wf_transformers.whole_batches.sharded_logits import log_softmax_of  # noqa: E402
 
-VOCAB, SAMPLES, SEQLEN, KEPT = 96, 3, 26, 11
+VOCAB, SAMPLES, SEQLEN, COMPLETION = 96, 3, 26, 11
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
 CONFIG: dict[str, Any] = {**SIZES, "pad_token_id": 0, "num_labels": 1}
-LENGTHS = ((0, 26), (5, 22), (9, 26))  # a sample begins and ends there; the rest is padding
+SAMPLE_RANGES = ((0, 26), (5, 22), (9, 26))  # (first token, end) of each sample; the rest pads
 
 
-def build(kind: str) -> Any:
+def build_llama(head: str) -> Any:
     torch.manual_seed(1)
     config = transformers.LlamaConfig(**CONFIG)
-    return getattr(transformers, f"Llama{kind}")(config).double().train()
+    return getattr(transformers, f"Llama{head}")(config).double().train()
 
 
-def batch(left: bool = True) -> dict[str, Tensor]:
+def padded_batch(on_the_left: bool = True) -> dict[str, Tensor]:
+    """Samples with padding on the right, and on the left, too, if `on_the_left`."""
     ids = torch.randint(1, VOCAB, (SAMPLES, SEQLEN), generator=torch.Generator().manual_seed(2))
     mask = torch.zeros_like(ids)
-    for row, (start, stop) in zip(mask, LENGTHS, strict=True):
-        row[start if left else 0 : stop] = 1
+    for row, (start, stop) in zip(mask, SAMPLE_RANGES, strict=True):
+        row[start if on_the_left else 0 : stop] = 1
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def plain(logits: Tensor, labels: Tensor) -> Tensor:
+def label_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
 
 
 def policy_loss(model: Any) -> tuple[Tensor, Tensor]:
-    """As GRPOTrainer has it: log-probabilities of the last tokens, weighted."""
-    given = batch()
-    logits = model(**given, logits_to_keep=KEPT + 1).logits[:, :-1, :] / 0.7
-    found = log_softmax_of(plain, logits, given["input_ids"][:, -KEPT:])
-    weights = torch.arange(1, 1 + found.numel(), dtype=found.dtype).view_as(found).cos()
-    return (found * weights * given["attention_mask"][:, -KEPT:]).sum(), found.detach()
+    """As GRPOTrainer: (a weighted sum of the completions' log-probabilities, these)."""
+    batch = padded_batch()
+    mask = batch["attention_mask"][:, -COMPLETION:]
+    logits = model(**batch, logits_to_keep=COMPLETION + 1).logits[:, :-1, :] / 0.7  # temperature
+    log_probs = log_softmax_of(label_log_probs, logits, batch["input_ids"][:, -COMPLETION:])
+    weights = torch.arange(1, 1 + log_probs.numel(), dtype=log_probs.dtype).view_as(log_probs).cos()
+    return (log_probs * weights * mask).sum(), (log_probs * mask).detach()
 
 
 def preference_loss(model: Any) -> tuple[Tensor, Tensor]:
-    """As DPOTrainer has it, and the cross entropy of some samples."""
-    given = batch(left=False)
-    logits = model(given["input_ids"], attention_mask=given["attention_mask"]).logits
-    labels = torch.roll(given["input_ids"], -1, 1)
-    mask = torch.roll(given["attention_mask"], -1, 1).bool()
-    mask[:, -1] = False  # a prompt begins the samples there
+    """As DPOTrainer: (squares of the samples' log-probabilities and the cross entropy of two
+    samples, the mean logit of the other sample's and the second's valid tokens)."""
+    batch = padded_batch(on_the_left=False)
+    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     assert logits.shape == (SAMPLES, SEQLEN, VOCAB)
-    found = log_softmax_of(plain, logits, labels.masked_fill(~mask, 0))
-    found[~mask] = 0
-    chosen, wanted = logits[:2, :-1], labels[:2, :-1].masked_fill(~mask[:2, :-1], 0)
-    entropy = cross_entropy(torch.flatten(chosen, end_dim=1), wanted.flatten(), ignore_index=0)
-    return found.sum(-1).square().sum() + entropy, logits[1:][mask[1:]].mean().detach()
+    labels = torch.roll(batch["input_ids"], -1, 1)
+    valid = torch.roll(batch["attention_mask"], -1, 1).bool()
+    valid[:, -1] = False  # the last token has no next one
+    log_probs = log_softmax_of(label_log_probs, logits, labels.masked_fill(~valid, 0))
+    log_probs[~valid] = 0
+    chosen, targets = logits[:2, :-1], labels[:2, :-1].masked_fill(~valid[:2, :-1], 0)
+    entropy = cross_entropy(torch.flatten(chosen, end_dim=1), targets.flatten(), ignore_index=0)
+    return log_probs.sum(-1).square().sum() + entropy, logits[1:][valid[1:]].mean().detach()
 
 
-def scores_loss(model: Any) -> tuple[Tensor, Tensor]:
-    found = model(**batch(left=False)).logits
-    return found.square().sum(), found.detach()
+def score_loss(model: Any) -> tuple[Tensor, Tensor]:
+    """As RewardTrainer: (the sum of the squared scores, the scores)."""
+    scores = model(**padded_batch(on_the_left=False)).logits
+    return scores.square().sum(), scores.detach()
 
 
 LOSSES = {
     "policy": (policy_loss, "ForCausalLM"),
     "preference": (preference_loss, "ForCausalLM"),
-    "scores": (scores_loss, "ForSequenceClassification"),
+    "scores": (score_loss, "ForSequenceClassification"),
 }
 
 
-def attached(model: Any, sp: Any) -> wf_transformers.Handle:
+def attach_with_hooks(model: Any, sp: Any) -> wf_transformers.Handle:
     handle = wf_transformers.attach(model, sp, verify=False)
     LogProbabilityHooks(model, handle)
     return handle
@@ -91,107 +101,135 @@ def attached(model: Any, sp: Any) -> wf_transformers.Handle:
 
 @pytest.mark.parametrize("size", (1, 2, 4))
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_and_gradients(name: str, size: int) -> None:
-    """Only a number for each token is brought together."""
-    loss_of, kind = LOSSES[name]
-    model = build(kind)
-    right, values = loss_of(model)
-    right.backward()
-    wanted = gradients(model)
-    models = [build(kind) for _ in range(size)]
+def test_losses_values_and_gradients_are_those_of_one_device(name: str, size: int) -> None:
+    """Ranks exchange at most three numbers per token and no logits."""
+    loss_of, head = LOSSES[name]
+    reference = build_llama(head)
+    expected, expected_values = loss_of(reference)
+    expected.backward()
+    models = [build_llama(head) for _ in range(size)]
 
-    def rank(comm: Any) -> Any:
-        sp, model = sequence_parallel(comm), models[comm.rank]
-        with attached(model, sp):
+    def rank(comm: Any) -> tuple[Tensor, Tensor, dict[str, Tensor], float]:
+        model, sp = models[comm.rank], sequence_parallel(comm)
+        with attach_with_hooks(model, sp):
             sp.report()
-            loss, found = loss_of(model)
+            loss, values = loss_of(model)
             sent = sp.report().get("forward unshard", 0)
             loss.backward()
-        return loss.detach(), found, gradients(model), sent
+        return loss.detach(), values, gradients(model), sent
 
-    found = run_threads(size, rank)
-    for loss, its, _, sent in found:
-        assert (loss - right).abs() < 1e-9 * right.abs()
-        live = batch()["attention_mask"][:, -KEPT:] if name == "policy" else torch.ones_like(its)
-        assert ((its - values) * live).abs().max() < 1e-9 * values.abs().max()
-        assert sent <= 3 * SAMPLES * (SEQLEN + size * 2) * 8 * (size - 1) / size
-    for key, gradient in wanted.items():
-        summed = sum(own[key] for _, _, own, _ in found) / size  # as engines average
-        assert (summed - gradient).abs().max() < 1e-9 * gradient.abs().max(), key
-
-
-ABSOLUTE = {
-    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCAB},
-    "OPT": {**SIZES, "ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32},
-}
-ABSOLUTE["GPT2"] |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-ABSOLUTE["OPT"] |= {"dropout": 0.0}
+    results = run_threads(size, rank)
+    padded_tokens = SAMPLES * (SEQLEN + size * 2)
+    for loss, values, _, sent in results:
+        assert (loss - expected).abs() < 1e-9 * expected.abs()
+        assert (values - expected_values).abs().max() < 1e-9 * expected_values.abs().max()
+        assert sent <= 3 * padded_tokens * 8 * (size - 1) / size  # 8 bytes in float64
+    rank_gradients = [grads for _, _, grads, _ in results]
+    assert_mean_gradients(rank_gradients, gradients(reference), 1e-9, absolute=0.0)
 
 
-@pytest.mark.parametrize("name", ABSOLUTE)
-def test_positions_of_samples_with_padding_on_the_left_are_those_of_one_device(name: str) -> None:
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCAB}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+OPT = {**SIZES, "ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32}
+OPT |= {"dropout": 0.0}
+
+
+def build_gpt2() -> Any:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))
+
+
+def build_opt() -> Any:
+    return transformers.OPTForCausalLM(transformers.OPTConfig(**OPT))
+
+
+@pytest.mark.parametrize("build", [build_gpt2, build_opt])
+def test_absolute_positions_after_padding_on_the_left_are_those_of_one_device(
+    build: Callable[[], Any],
+) -> None:
     """GPT-2 counts padding, OPT does not."""
     torch.manual_seed(1)
-    config = getattr(transformers, f"{name}Config")(**ABSOLUTE[name])
-    make = transformers.GPT2LMHeadModel if name == "GPT2" else transformers.OPTForCausalLM
-    alone = make(config).double()
-    given = batch()
-    labels, mask = given["input_ids"][:, 1:], given["attention_mask"][:, :-1]
+    reference = build().double()
+    batch = padded_batch()
+    labels, mask = batch["input_ids"][:, 1:], batch["attention_mask"][:, :-1]
     with NoFloat32():
-        wanted = plain(alone(**given).logits[:, :-1], labels).detach()
-    models = [copy.deepcopy(alone) for _ in range(2)]
+        expected = label_log_probs(reference(**batch).logits[:, :-1], labels).detach()
+    models = [copy.deepcopy(reference) for _ in range(2)]
 
     def rank(comm: Any) -> Tensor:
         model = models[comm.rank]
-        with attached(model, sequence_parallel(comm)), NoFloat32():
-            return log_softmax_of(plain, model(**given).logits[:, :-1], labels).detach()
+        with attach_with_hooks(model, sequence_parallel(comm)), NoFloat32():
+            logits = model(**batch).logits[:, :-1]
+            return log_softmax_of(label_log_probs, logits, labels).detach()
 
-    for found in run_threads(2, rank):
-        assert ((found - wanted) * mask).abs().max() < 1e-9 * wanted.abs().max()
+    for log_probs in run_threads(2, rank):
+        assert ((log_probs - expected) * mask).abs().max() < 1e-9 * expected.abs().max()
 
 
-def test_what_cannot_be_made_of_them_is_refused() -> None:
-    model = build("ForCausalLM")
+USES_OF_LOGITS: dict[str, Callable[[Any], Any]] = {
+    "mean": lambda logits: logits.mean(),
+    "one token": lambda logits: logits[0, 0],
+    "softmax": lambda logits: torch.softmax(logits, -1),
+    "smoothed cross entropy": lambda logits: cross_entropy(
+        torch.flatten(logits, end_dim=1),
+        padded_batch()["input_ids"].flatten(),
+        label_smoothing=0.1,
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES_OF_LOGITS.values(), ids=USES_OF_LOGITS)
+def test_other_uses_of_sharded_logits_are_refused(use: Callable[[Any], Any]) -> None:
+    model = build_llama("ForCausalLM")
 
     def rank(comm: Any) -> None:
-        with attached(model, sequence_parallel(comm)):
-            output = model(**batch(), output_hidden_states=True)
-            for use in (
-                lambda: output.logits.mean(),
-                lambda: output.logits[0, 0],
-                lambda: torch.softmax(output.logits, -1),
-                lambda: cross_entropy(
-                    torch.flatten(output.logits, end_dim=1),
-                    batch()["input_ids"].flatten(),
-                    label_smoothing=0.1,
-                ),
-            ):
-                with pytest.raises(NotImplementedError, match="lie on the ranks of the sequence"):
-                    use()
-            with pytest.raises(NotImplementedError, match="output_hidden_states=True"):
-                output.hidden_states[-1]
-            whole = model(**batch(left=False), whole_logits=True).logits
-            assert isinstance(whole, Tensor) and whole.shape == (SAMPLES, SEQLEN, VOCAB)
+        with attach_with_hooks(model, sequence_parallel(comm)):
+            logits = model(**padded_batch()).logits
+            with pytest.raises(NotImplementedError, match="lie on the ranks of the sequence"):
+                use(logits)
 
     run_threads(1, rank)
 
 
-def test_a_spread_model_generates_as_alone_with_its_parameters_as_they_are() -> None:
-    words = {"do_sample": False, "max_new_tokens": 7, "pad_token_id": 0}
-    models = [build("ForCausalLM") for _ in range(2)]
+def test_use_of_hidden_states_is_refused() -> None:
+    model = build_llama("ForCausalLM")
 
-    def rank(comm: Any) -> Any:
+    def rank(comm: Any) -> None:
+        with attach_with_hooks(model, sequence_parallel(comm)):
+            output = model(**padded_batch(), output_hidden_states=True)
+            with pytest.raises(NotImplementedError, match="output_hidden_states=True"):
+                output.hidden_states[-1]
+
+    run_threads(1, rank)
+
+
+def test_whole_logits_are_a_tensor() -> None:
+    model = build_llama("ForCausalLM")
+
+    def rank(comm: Any) -> None:
+        with attach_with_hooks(model, sequence_parallel(comm)):
+            logits = model(**padded_batch(on_the_left=False), whole_logits=True).logits
+            assert isinstance(logits, Tensor) and logits.shape == (SAMPLES, SEQLEN, VOCAB)
+
+    run_threads(1, rank)
+
+
+def test_a_rollout_generates_with_the_current_parameters_as_one_device() -> None:
+    """A step between making the Rollout and generating doubles the head's weight."""
+    options = {"do_sample": False, "max_new_tokens": 7, "pad_token_id": 0}
+    reference = build_llama("ForCausalLM")
+    with torch.no_grad():
+        reference.lm_head.weight.mul_(2)
+    expected = reference.generate(**padded_batch(), **options)
+    models = [build_llama("ForCausalLM") for _ in range(2)]
+
+    def rank(comm: Any) -> Tensor:
         model = models[comm.rank]
         rollout = Rollout(model)
-        with attached(model, sequence_parallel(comm)) as handle:
+        with attach_with_hooks(model, sequence_parallel(comm)) as handle:
             rollout.take_over(handle)
             with torch.no_grad():
                 model.lm_head.weight.mul_(2)
-            return model.generate(**batch(), **words)
+            return model.generate(**padded_batch(), **options)
 
-    alone = build("ForCausalLM")
-    with torch.no_grad():
-        alone.lm_head.weight.mul_(2)
-    wanted = alone.generate(**batch(), **words)
-    for found in run_threads(2, rank):
-        assert torch.equal(found, wanted)
+    for completions in run_threads(2, rank):
+        assert torch.equal(completions, expected)
