@@ -1,6 +1,6 @@
-"""What the launch tests start under real launchers: it joins, and writes what it found as JSON.
+"""The program of the launch tests: it joins the job of a real launcher and writes a JSON report.
 
-mpirun -n 2 python -m tests.launch_program FOLDER [join | twice | ...]
+mpirun -n 2 python -m tests.launch_program FOLDER [join | join_twice | ...]
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch.distributed as dist
 from wf_backends.comm import make_comm
 from wf_backends.launch import Launch, init
 
-PATIENCE = 120.0  # seconds; a busy machine starts four ranks far apart
+TIMEOUT_S = 120.0  # on a busy machine four ranks start far apart
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-held: list[Any] = []  # until Python takes this module apart
+held_groups: list[Any] = []  # until Python clears the module at its exit
 
 
-def facts(launch: Launch) -> dict[str, Any]:
+def describe(launch: Launch) -> dict[str, Any]:
     total = torch.tensor(launch.rank)
     dist.all_reduce(total)
     return {
@@ -36,67 +36,69 @@ def facts(launch: Launch) -> dict[str, Any]:
         "device": str(launch.device),
         "sum of ranks": total.item(),
         "comm": type(make_comm()).__name__,
-        "again": init() == launch,
+        "second init is equal": init() == launch,
         "text": str(launch),
         "environ": {name: os.environ.get(name) for name in VARIABLES},
     }
 
 
 def join() -> None:
-    report(facts(init(timeout=PATIENCE)))
+    report(describe(init(timeout=TIMEOUT_S)))
 
 
-def twice() -> None:
-    """Join, leave, and join again from a launcher that sets no variable we know."""
+def join_twice() -> None:
+    """Join, close, and join again without the variables of Open MPI, as under another launcher."""
     before = dict(os.environ)
-    first = init(timeout=PATIENCE)
-    found = facts(first)
+    first = init(timeout=TIMEOUT_S)
+    description = describe(first)
     first.close()
-    left = dict(os.environ) == before and not dist.is_initialized()
-    for name in [name for name in os.environ if name.startswith("OMPI_COMM")]:
-        del os.environ[name]
-    report(found | {"left": left, "hidden": facts(init(timeout=PATIENCE))})
+    closed = dict(os.environ) == before and not dist.is_initialized()
+    for name in list(os.environ):
+        if name.startswith("OMPI_COMM"):
+            del os.environ[name]
+    second = describe(init(timeout=TIMEOUT_S))
+    report(description | {"close undoes init": closed, "without variables": second})
 
 
-def fail_first() -> None:
-    """Rank 1 fails while rank 0 waits for it; torchrun starts both again, and they join twice.
+def fail_and_join() -> None:
+    """Rank 1 fails while rank 0 waits for it; torchrun restarts both, and they join twice.
 
-    torchrun's store outlives all that, with its keys.
+    The store of torchrun keeps its keys through the restart.
     """
     if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == ("0", "1"):
         time.sleep(1)
         sys.exit(3)
-    init(timeout=PATIENCE).close()
-    report(facts(init(timeout=PATIENCE)))
+    init(timeout=TIMEOUT_S).close()
+    report(describe(init(timeout=TIMEOUT_S)))
 
 
-def refused() -> None:
+def report_the_error() -> None:
     try:
         init(timeout=1)
     except ValueError as error:
         report({"error": str(error)})
 
 
-def leave() -> None:
-    """End while a thread of gloo still has a tensor to free, in groups that somebody holds."""
-    init(timeout=PATIENCE)
-    held.extend((dist.group.WORLD, dist.new_group()))
-    for group in held:
+def exit_without_close() -> None:
+    """Exit while a thread of gloo has a tensor to free, and the program still holds the groups."""
+    init(timeout=TIMEOUT_S)
+    held_groups.extend((dist.group.WORLD, dist.new_group()))
+    for group in held_groups:
         dist.barrier(group)
     report({"rank": dist.get_rank()})
-    sys.setswitchinterval(60)  # who runs keeps the interpreter
-    for group in held:
+    sys.setswitchinterval(60)  # the running thread keeps the interpreter
+    for group in held_groups:
         dist.all_reduce(torch.ones(4), group=group, async_op=True)
     end = time.monotonic() + 1
     while time.monotonic() < end:
         pass
 
 
-def report(found: dict[str, Any]) -> None:
-    """A file of its own per process: launchers mix the lines that their ranks print."""
-    Path(sys.argv[1], f"{os.getpid()}.json").write_text(json.dumps(found))
+def report(facts: dict[str, Any]) -> None:
+    """Write one file per process: launchers mix the lines that their ranks print."""
+    Path(sys.argv[1], f"{os.getpid()}.json").write_text(json.dumps(facts))
 
 
 if __name__ == "__main__":
-    programs = (join, twice, fail_first, refused, leave)
+    programs = (join, join_twice, fail_and_join, report_the_error, exit_without_close)
     {program.__name__: program for program in programs}[sys.argv[2]]()

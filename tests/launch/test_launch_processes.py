@@ -1,4 +1,4 @@
-"""Joining the ranks under real launchers, with no environment set by hand."""
+"""`launch.init()` joins the ranks under real launchers, without variables set by hand."""
 
 from __future__ import annotations
 
@@ -22,98 +22,101 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--npr
 
 
 def run(
-    launcher: list[str], program: str, fresh: bool = False, **environ: str
+    launcher: list[str], program: str, new_interpreters: bool = False, **environ: str
 ) -> list[dict[str, Any]]:
-    """What each rank of tests/launch_program.py reported, by rank.
+    """The report of each rank of tests/launch_program.py, by rank.
 
     Args:
-        fresh: whether each rank is an interpreter of its own, and no fork.
+        new_interpreters: each rank is a new interpreter instead of a fork.
     """
-    start = [sys.executable] if fresh else python()
+    start = [sys.executable] if new_interpreters else python()
     with TemporaryDirectory() as folder:
         command = [*launcher, *start, *PROGRAM, folder, program]
         done = run_command(command, timeout=240, environ=environ)
         reports = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     assert done.returncode == 0, done.stdout
-    return sorted(reports, key=lambda found: found.get("rank", 0))
+    return sorted(reports, key=lambda report: report.get("rank", 0))
 
 
-def check_ranks(reports: list[dict[str, Any]], launcher: str, size: int) -> None:
-    """All ranks of one host agree, and found every fact."""
-    assert [found["rank"] for found in reports] == list(range(size))
-    assert sorted(found["local_rank"] for found in reports) == list(range(size))
-    for found in reports:
-        sizes = found["world_size"], found["local_size"]
-        assert (found["launcher"], *sizes) == (launcher, size, size)
-        assert found["sum of ranks"] == size * (size - 1) // 2
-        assert (found["backend"], found["device"], found["comm"]) == ("gloo", "cpu", "GroupComm")
-        assert found["again"], "a second init() must report the same"
-        assert f"rank {found['rank']} of {size}" in found["text"] and launcher in found["text"]
-        check_environ(found)
+def assert_joined(reports: list[dict[str, Any]], launcher: str, size: int) -> None:
+    """All ranks are on one host and report the same job."""
+    assert [report["rank"] for report in reports] == list(range(size))
+    assert sorted(report["local_rank"] for report in reports) == list(range(size))
+    for report in reports:
+        sizes = report["world_size"], report["local_size"]
+        assert (report["launcher"], *sizes) == (launcher, size, size)
+        assert report["sum of ranks"] == size * (size - 1) // 2
+        assert (report["backend"], report["device"]) == ("gloo", "cpu")
+        assert report["comm"] == "GroupComm"
+        assert report["second init is equal"]
+        assert f"rank {report['rank']} of {size}" in report["text"] and launcher in report["text"]
+        assert_environ(report)
 
 
-def check_environ(found: dict[str, Any]) -> None:
-    """The variables that deepspeed.init_distributed and accelerate read."""
-    environ = found["environ"]
-    names = {
+def assert_environ(report: dict[str, Any]) -> None:
+    """The variables that deepspeed.init_distributed and accelerate read are set."""
+    environ = report["environ"]
+    fields = {
         "RANK": "rank",
         "WORLD_SIZE": "world_size",
         "LOCAL_RANK": "local_rank",
         "LOCAL_WORLD_SIZE": "local_size",
     }
-    assert all(environ[name] == str(found[fact]) for name, fact in names.items())
+    assert {name: environ[name] for name in fields} == {
+        name: str(report[field]) for name, field in fields.items()
+    }
     assert environ["MASTER_ADDR"] and int(environ["MASTER_PORT"]) > 0
 
 
 @pytest.mark.mpi
-def test_mpirun_and_then_an_unknown_launcher_through_mpi():
+def test_ranks_join_by_the_variables_of_open_mpi_or_else_through_mpi4py():
     pytest.importorskip("mpi4py")
-    reports = run([*MPIRUN, "-n", "2"], "twice", fresh=True)
-    check_ranks(reports, "openmpi", 2)
-    assert all(found["left"] for found in reports), "close() must undo init()"
-    check_ranks([found["hidden"] for found in reports], "mpi4py", 2)
+    reports = run([*MPIRUN, "-n", "2"], "join_twice", new_interpreters=True)
+    assert_joined(reports, "openmpi", 2)
+    assert all(report["close undoes init"] for report in reports)
+    assert_joined([report["without variables"] for report in reports], "mpi4py", 2)
 
 
 @pytest.mark.mpi
-def test_mpirun_with_more_ranks_than_cores():
+def test_four_ranks_of_mpirun_meet_at_the_loopback():
     pytest.importorskip("mpi4py")
     reports = run([*MPIRUN, "-n", "4"], "join")
-    check_ranks(reports, "openmpi", 4)
-    assert {found["environ"]["MASTER_ADDR"] for found in reports} == {"127.0.0.1"}
+    assert_joined(reports, "openmpi", 4)
+    assert {report["environ"]["MASTER_ADDR"] for report in reports} == {"127.0.0.1"}
 
 
 @pytest.mark.mpi
-def test_the_block_of_the_readme_gives_what_dense_attention_gives():
+def test_the_example_of_the_readme_equals_dense_attention():
     pytest.importorskip("mpi4py")
     block = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
     assert block in (ROOT / "examples" / "attention.py").read_text()
     done = run_command([*MPIRUN, "-n", "4", sys.executable, "examples/attention.py"])
-    found = re.findall(r"worst difference to dense attention (\S+)", done.stdout)
-    assert len(found) == 4 and largest(map(float, found)) < 1e-5, done.stdout
+    errors = re.findall(r"worst difference to dense attention (\S+)", done.stdout)
+    assert len(errors) == 4 and largest(map(float, errors)) < 1e-5, done.stdout  # float32
 
 
 @pytest.mark.mpi
 def test_an_mpirun_of_another_library_is_refused():
     pytest.importorskip("mpi4py")
-    [found] = run([], "refused", PMI_RANK="0", PMI_SIZE="2", MPI_LOCALRANKID="0")
-    assert "the launcher (mpich) started 2 ranks, but MPI sees 1" in found["error"]
-    assert "Use the mpirun of that library" in found["error"]
+    (report,) = run([], "report_the_error", PMI_RANK="0", PMI_SIZE="2", MPI_LOCALRANKID="0")
+    assert "the launcher (mpich) started 2 ranks, but MPI sees 1" in report["error"]
+    assert "Use the mpirun of that library" in report["error"]
 
 
 @pytest.mark.processes
-def test_torchrun_joins_again_after_a_failure_and_after_leaving():
-    reports = run([*TORCHRUN, "--max-restarts", "1"], "fail_first")
-    check_ranks(reports, "torchrun", 2)
+def test_a_rank_joins_again_after_a_restart_by_torchrun_and_after_close():
+    reports = run([*TORCHRUN, "--max-restarts", "1"], "fail_and_join")
+    assert_joined(reports, "torchrun", 2)
 
 
 @pytest.mark.processes
-def test_ranks_end_well_though_they_close_nothing():
-    """Torch aborts where a thread of gloo frees a tensor while Python ends."""
-    assert len(run(TORCHRUN, "leave", fresh=True)) == 2
+def test_ranks_end_well_without_close():
+    """Without our hook, torch aborts if a thread of gloo frees a tensor while Python exits."""
+    assert len(run(TORCHRUN, "exit_without_close", new_interpreters=True)) == 2
 
 
-def describe(comm: Communicator) -> tuple[Launch, bool]:
-    """Somebody else initialised torch.distributed."""
+def init_and_close(comm: Communicator) -> tuple[Launch, bool]:
+    """In a process whose group is the program's: the launch, and whether a second one is equal."""
     launch = init()
     launch.close()
     comm_contract.exchange(comm)
@@ -121,8 +124,8 @@ def describe(comm: Communicator) -> tuple[Launch, bool]:
 
 
 @pytest.mark.processes
-def test_a_group_that_somebody_else_made_is_described_and_left_alone():
-    for rank, (launch, again) in enumerate(run_processes(2, describe)):
+def test_a_group_of_the_program_is_described_and_not_closed():
+    for rank, (launch, second_is_equal) in enumerate(run_processes(2, init_and_close)):
         assert (launch.rank, launch.world_size, launch.launcher) == (rank, 2, "environment")
         assert (launch.local_rank, launch.local_size, launch.backend) == (rank, 2, "gloo")
-        assert again
+        assert second_is_equal

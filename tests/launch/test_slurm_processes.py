@@ -1,4 +1,4 @@
-"""Jobs of a real Slurm, on two nodes: who each rank is, where ranks meet, and what they compute."""
+"""Jobs of a real Slurm on two nodes: the ranks' places, their rendezvous, and attention."""
 
 from __future__ import annotations
 
@@ -28,59 +28,58 @@ def run(*command: str) -> str:
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:
-    """What each rank of tests/launch_program.py found, by rank."""
-    found = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    return sorted(found, key=lambda one: one["rank"])
+    """The report of each rank of tests/launch_program.py, by rank."""
+    by_file = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    return sorted(by_file, key=lambda report: report["rank"])
+
+
+def places(folder: Path) -> list[tuple[int, int, int]]:
+    """(rank, local_rank, local_size) of each rank."""
+    keys = ("rank", "local_rank", "local_size")
+    return [tuple(report[key] for key in keys) for report in reports(folder)]
 
 
 def test_srun_joins_the_ranks_of_two_nodes(tmp_path: Path) -> None:
     run("srun", "-n", "4", *PROGRAM, str(tmp_path), "join")
-    found = reports(tmp_path)
-    places = [tuple(one[key] for key in ("rank", "local_rank", "local_size")) for one in found]
-    assert places == [(0, 0, 2), (1, 1, 2), (2, 0, 2), (3, 1, 2)]
-    for one in found:
-        assert (one["launcher"], one["world_size"], one["sum of ranks"]) == ("slurm", 4, 6)
-        assert one["environ"]["MASTER_ADDR"] == "node0" and one["again"]
-        assert int(one["environ"]["MASTER_PORT"]) in SLURM_PORTS
+    assert places(tmp_path) == [(0, 0, 2), (1, 1, 2), (2, 0, 2), (3, 1, 2)]
+    for report in reports(tmp_path):
+        assert (report["launcher"], report["world_size"], report["sum of ranks"]) == ("slurm", 4, 6)
+        assert report["environ"]["MASTER_ADDR"] == "node0" and report["second init is equal"]
+        assert int(report["environ"]["MASTER_PORT"]) in SLURM_PORTS
 
 
-def test_two_steps_of_one_job_meet_apart(tmp_path: Path) -> None:
-    folders = [tmp_path / "one", tmp_path / "other"]
+def test_two_steps_of_one_job_meet_at_different_ports(tmp_path: Path) -> None:
+    folders = [tmp_path / "step0", tmp_path / "step1"]
     steps = []
     for folder in folders:
         folder.mkdir()
         steps.append(" ".join(["srun --exact -N 2 -n 2", *PROGRAM, str(folder), "join"]))
     run("salloc", "-N", "2", "-n", "4", "sh", "-c", " & ".join([*steps, "wait"]))
-    ports = set()
-    for found in map(reports, folders):
-        assert [(one["rank"], one["local_rank"], one["local_size"]) for one in found] == [
-            (0, 0, 1),
-            (1, 0, 1),
-        ]
-        ports |= {one["environ"]["MASTER_PORT"] for one in found}
+    assert [places(folder) for folder in folders] == 2 * [[(0, 0, 1), (1, 0, 1)]]
+    ports = {report["environ"]["MASTER_PORT"] for folder in folders for report in reports(folder)}
     assert len(ports) == 2
 
 
-def test_a_batch_script_without_srun_is_told_so(tmp_path: Path) -> None:
-    script, said = tmp_path / "job.sh", tmp_path / "said.txt"
+def test_a_batch_script_without_srun_names_the_missing_ranks(tmp_path: Path) -> None:
+    script, output = tmp_path / "job.sh", tmp_path / "output.txt"
     code = "from wf_backends.launch import init; init(timeout=3)"
     script.write_text(f"#!/bin/sh\n{sys.executable} -c '{code}'\n")
-    done = run_command([*TWO_NODES, "sbatch", "--wait", "-n", "4", f"--output={said}", str(script)])
-    assert done.returncode != 0
-    assert re.search(r"ranks \[1, 2, 3\] did not come", said.read_text()), said.read_text()
+    sbatch = ["sbatch", "--wait", "-n", "4", f"--output={output}", str(script)]
+    assert run_command([*TWO_NODES, *sbatch]).returncode != 0
+    assert re.search(r"ranks \[1, 2, 3\] did not come", output.read_text()), output.read_text()
 
 
-def test_attention_on_two_nodes_is_what_dense_attention_gives() -> None:
-    told = run("srun", "-n", "4", sys.executable, "examples/attention.py")
-    found = re.findall(r"worst difference to dense attention (\S+)", told)
-    assert len(found) == 4 and largest(map(float, found)) < 1e-5, told
+def test_attention_on_two_nodes_equals_dense_attention() -> None:
+    printed = run("srun", "-n", "4", sys.executable, "examples/attention.py")
+    errors = re.findall(r"worst difference to dense attention (\S+)", printed)
+    assert len(errors) == 4 and largest(map(float, errors)) < 1e-5, printed  # float32
 
 
 def test_bench_measures_two_nodes(tmp_path: Path) -> None:
     pytest.importorskip("typer", reason="the cli extra is not installed")
     args = ["--seqlen", "512", "--repeats", "1", "--top", "1", "--json"]
     cli = [sys.executable, "-m", "wf_backends.cli", "bench", "--cache-dir", str(tmp_path), *args]
-    told = run("srun", "-n", "4", *cli)
-    found = json.loads(told[told.index("{\n") : told.rindex("\n}") + 2])
-    assert (found["topology"]["hosts"], found["topology"]["ranks_per_host"]) == (2, 2)
-    assert all(plan["measured_s"] > 0 for plan in found["plans"])
+    printed = run("srun", "-n", "4", *cli)
+    result = json.loads(printed[printed.index("{\n") : printed.rindex("\n}") + 2])
+    assert (result["topology"]["hosts"], result["topology"]["ranks_per_host"]) == (2, 2)
+    assert all(plan["measured_s"] > 0 for plan in result["plans"])
