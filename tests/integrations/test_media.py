@@ -65,7 +65,7 @@ def assert_exact(
     layout: str = "zigzag",
     change_attached: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> list[int]:
-    """On `size` ranks. How many images, or patches of them, each rank encoded."""
+    """On `size` ranks. Returns how many images (LLaVA) or patches (Qwen) each rank encoded."""
     expected = run_on_one_device(family, inputs)
 
     def rank(comm: Any) -> tuple[Result, int]:
