@@ -168,7 +168,7 @@ def test_latents_beside_dsp_are_refused() -> None:
 
 
 def test_dropout_between_latents_and_keys_is_refused() -> None:
-    """The projection is applied as a matrix: dropout would drop its weights, not a token's values."""
+    """The projection is used as a matrix: dropout would drop weights, not values of tokens."""
     model: Any = build(DEEPSEEK).float()
     attention = model.model.layers[0].self_attn
     attention.kv_b_proj = nn.Sequential(nn.Dropout(0.5), attention.kv_b_proj)
