@@ -31,7 +31,7 @@ LONG: dict[str, str] = {
     "tests/examples/test_restart_processes.py": "",
     "tests/examples/test_autochunk.py": "",
     "tests/integrations/test_colossalai_exact.py": all_but(*ENGINES, *MODELS),
-    "tests/integrations/test_colossalai_door.py": r"trains\[(colossalai|torchrun)|both_doors",
+    "tests/integrations/test_colossalai_launch.py": r"one_process\[[ct]|same_curve",
     "tests/integrations/test_colossalai_strategies.py": "",
     "tests/integrations/test_colossalai_faults.py": "_test_passes",
     "tests/integrations/test_accelerate.py": r"penalised|smoothed|own_loss|recomputed|ddp_auto|"

@@ -1,4 +1,7 @@
-"""Cases for what ColossalAI's own ring_attn gets wrong, and for what a user may get wrong."""
+"""Runs of colossalai_worker.py for test_colossalai_faults.py.
+
+What ColossalAI's own ring_attn gets wrong, computed with WallFacer, and errors of users.
+"""
 
 from __future__ import annotations
 
@@ -23,83 +26,81 @@ from wf_colossalai import AttentionModule, WallFacerPlugin, WallFacerPolicy
 Case = dict[str, Any]
 
 
-def boosted(model: nn.Module, plugin: Any) -> tuple[Any, Any, Any]:
-    """(booster, model, SGD optimizer)."""
+def boost(model: nn.Module, plugin: Any) -> tuple[Any, Any, Any]:
+    """(booster, boosted model, SGD optimizer)."""
     booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return booster, model, optimizer
 
 
-def gradients(model: Any) -> dict[str, Tensor]:
-    named = (
-        model.unwrap().named_parameters() if hasattr(model, "unwrap") else model.named_parameters()
-    )
-    return {n: p.grad.clone() for n, p in named if p.grad is not None}
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    model = model.unwrap() if hasattr(model, "unwrap") else model
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def once(model: nn.Module, plugin: Any, one: dict[str, Any]) -> dict[str, Any]:
-    """Loss and gradients of one batch, under the plugin and without sequence parallelism."""
-    alone = copy.deepcopy(model)
-    booster, model, optimizer = boosted(model, plugin)
-    loss = model(**copy.deepcopy(one)).loss
+def compare_one_step(model: nn.Module, plugin: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """Loss and gradients of one batch, with the plugin and of the model alone ("expected")."""
+    reference = copy.deepcopy(model)
+    booster, model, optimizer = boost(model, plugin)
+    loss = model(**copy.deepcopy(batch)).loss
     booster.backward(loss, optimizer)
-    expected = alone(**one).loss
+    expected = reference(**batch).loss
     expected.backward()
     return {
         "losses": [loss.item()],
-        "gradients": gradients(model),
-        "expected": {"losses": [expected.item()], "gradients": gradients(alone)},
+        "gradients": gradients_of(model),
+        "expected": {"losses": [expected.item()], "gradients": gradients_of(reference)},
     }
 
 
 def large_logits(case: Case, folder: Path) -> dict[str, Any]:
-    """Scores far beyond 88, where exp overflows in float32."""
+    """Scores far above 88, from where on exp overflows in float32."""
     model = build("llama")
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.data.mul_(40)
-    return once(model, WallFacerPlugin(**case["words"]), batch("llama", "plain", 0))
+    return compare_one_step(model, WallFacerPlugin(**case["wallfacer"]), batch("llama", "plain", 0))
 
 
 def same_size(case: Case, folder: Path) -> dict[str, Any]:
-    """Two batches of as many elements, but other shapes and paddings, one after the other."""
-    _, model, _ = boosted(build("llama"), WallFacerPlugin(**case["words"]))
-    alone, ids = build("llama"), torch.arange(1, 49)
+    """Losses of batches with 48 tokens each, of other shapes and valid lengths."""
+    _, model, _ = boost(build("llama"), WallFacerPlugin(**case["wallfacer"]))
+    reference, ids = build("llama"), torch.arange(1, 49)
     losses, expected = [], []
     for shape, length in (((2, 24), 17), ((4, 12), 9), ((1, 48), 31), ((2, 24), 20)):
         valid = torch.arange(shape[1]).expand(shape) < length
-        one = {"input_ids": ids.view(shape), "attention_mask": valid.long()}
-        one["labels"] = one["input_ids"].masked_fill(~valid, -100)
-        losses.append(model(**copy.deepcopy(one)).loss.item())
-        expected.append(alone(**one).loss.item())
+        inputs = {"input_ids": ids.view(shape), "attention_mask": valid.long()}
+        inputs["labels"] = inputs["input_ids"].masked_fill(~valid, -100)
+        losses.append(model(**copy.deepcopy(inputs)).loss.item())
+        expected.append(reference(**inputs).loss.item())
     return {"losses": losses, "expected": {"losses": expected}}
 
 
-def key_bytes(case: Case, folder: Path) -> dict[str, Any]:
-    """Bytes sent in the forward with 2 and with 4 key heads."""
+def key_bytes(case: Case, folder: Path) -> dict[int, int]:
+    """Bytes that all ranks send in a forward, by the number of key heads."""
     sent = {}
     for heads in (2, 4):
-        plugin = WallFacerPlugin(**case["words"])
+        plugin = WallFacerPlugin(**case["wallfacer"])
         config = build("llama").config
         config.num_key_value_heads = heads
-        _, model, _ = boosted(type(build("llama"))(config), plugin)
+        _, model, _ = boost(type(build("llama"))(config), plugin)
         with torch.no_grad():
             model(**batch("llama", "plain", 0))
-        mine = torch.tensor(sum(plugin.sp.report().values()))
-        dist.all_reduce(mine)
-        sent[heads] = int(mine)
+        sent_by_all = torch.tensor(sum(plugin.sp.report().values()))
+        dist.all_reduce(sent_by_all)
+        sent[heads] = int(sent_by_all)
     return sent
 
 
 def half_precision_loss(case: Case, folder: Path) -> dict[str, Any]:
-    """The loss of a bfloat16 model, and the cross entropy of its own logits in float32."""
-    plugin = WallFacerPlugin(**case["words"], precision="bf16")
-    _, model, _ = boosted(build("llama"), plugin)
-    one = batch("llama", "ragged", 0)
+    """The loss of a bfloat16 model; expected is the cross entropy of its logits in float32."""
+    plugin = WallFacerPlugin(**case["wallfacer"], precision="bf16")
+    _, model, _ = boost(build("llama"), plugin)
+    inputs = batch("llama", "ragged", 0)
     model.eval()
     with torch.no_grad():
-        out = model(**copy.deepcopy(one))
+        out = model(**copy.deepcopy(inputs))
     logits = out.logits[:, :-1].float().flatten(0, 1)
-    expected = F.cross_entropy(logits, one["labels"][:, 1:].flatten())
+    expected = F.cross_entropy(logits, inputs["labels"][:, 1:].flatten())
     return {
         "losses": [out.loss.item()],
         "dtypes": [str(out.loss.dtype), str(out.logits.dtype)],
@@ -108,33 +109,33 @@ def half_precision_loss(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def padded_labels(case: Case, folder: Path) -> dict[str, Any]:
-    """Labels of all ranks' shards of a padded, ragged batch."""
-    plugin = WallFacerPlugin(**case["words"])
+    """Labels of a batch of 23 tokens, sharded, padded and gathered again."""
+    plugin = WallFacerPlugin(**case["wallfacer"])
     local = plugin.sp.shard_batch(batch("llama", "ragged", 0))
-    whole = plugin.sp.unshard(local["labels"], 1, local["cu_seqlens"])
-    return {"labels": whole, "given": batch("llama", "ragged", 0)["labels"]}
+    gathered = plugin.sp.unshard(local["labels"], 1, local["cu_seqlens"])
+    return {"gathered": gathered, "original": batch("llama", "ragged", 0)["labels"]}
 
 
 def attention_alone(case: Case, folder: Path) -> dict[str, Any]:
-    """In the form of test_ring_attn.py: gradients of attention alone, on the plugin's group."""
-    sp = WallFacerPlugin(**case["words"]).sp
+    """Gradients of attention without a model, as in ColossalAI's test_ring_attn.py."""
+    sp = WallFacerPlugin(**case["wallfacer"]).sp
     generator = torch.Generator().manual_seed(0)
-    full = [torch.randn(2, 48, 4, 8, generator=generator).requires_grad_() for _ in range(3)]
-    out = sp.attention(*(sp.shard(x) for x in full), causal=True)
+    qkv = [torch.randn(2, 48, 4, 8, generator=generator).requires_grad_() for _ in range(3)]
+    out = sp.attention(*(sp.shard(x) for x in qkv), causal=True)
     sp.unshard(out).sum().backward()
-    dense = [x.detach().clone().requires_grad_() for x in full]
-    expected = dense_attention(*dense, make_mask(causal=True), 8**-0.5)
+    q, k, v = reference = [x.detach().clone().requires_grad_() for x in qkv]
+    expected = dense_attention(q, k, v, make_mask(causal=True), 8**-0.5)
     expected.sum().backward()
     return {
-        "gradients": {name: x.grad for name, x in zip("qkv", full, strict=True)},
-        "expected": {"gradients": {name: x.grad for name, x in zip("qkv", dense, strict=True)}},
+        "gradients": {name: x.grad for name, x in zip("qkv", qkv, strict=True)},
+        "expected": {"gradients": {name: x.grad for name, x in zip("qkv", reference, strict=True)}},
     }
 
 
-def hybrid(mode: str, tensor: int, policy: WallFacerPolicy) -> HybridParallelPlugin:
-    """ColossalAI's own plugin, sequence parallel size 2."""
+def colossalai_plugin(mode: str, tp_size: int, policy: WallFacerPolicy) -> HybridParallelPlugin:
+    """ColossalAI's HybridParallelPlugin, with sp_size 2 and WallFacer's policy."""
     return HybridParallelPlugin(
-        tp_size=tensor,
+        tp_size=tp_size,
         pp_size=1,
         sp_size=2,
         enable_sequence_parallelism=True,
@@ -144,14 +145,15 @@ def hybrid(mode: str, tensor: int, policy: WallFacerPolicy) -> HybridParallelPlu
     )
 
 
-def their_form(case: Case, folder: Path) -> dict[str, Any]:
-    """In the form of test_shard_llama.py: HybridParallelPlugin, with custom_policy= added."""
-    plugin = hybrid(case["mode"], case["tp_size"], WallFacerPolicy(case["words"]))
-    return once(build("llama"), plugin, batch("llama", "plain", 0))
+def colossalai_model_test(case: Case, folder: Path) -> dict[str, Any]:
+    """ColossalAI's test_shard_llama.py, with custom_policy= added to its plugin."""
+    policy = WallFacerPolicy(case["wallfacer"])
+    plugin = colossalai_plugin(case["mode"], case["tp_size"], policy)
+    return compare_one_step(build("llama"), plugin, batch("llama", "plain", 0))
 
 
 class OwnAttention(nn.Module):
-    """Somebody's own attention: nothing of transformers in it."""
+    """An attention module of a user, not of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +166,7 @@ class OwnAttention(nn.Module):
 
 
 class OwnModel(nn.Module):
-    """Somebody's own language model: it returns logits."""
+    """A language model of a user, which returns logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,103 +181,107 @@ class OwnModel(nn.Module):
         return self.head(x + self.attention(x))
 
 
-def attend(self: Any, x: Tensor) -> Tensor:
+def wallfacer_forward(self: Any, x: Tensor) -> Tensor:
+    """OwnAttention.forward with WallFacer's attention."""
     q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
     attended, _ = self.wallfacer(self, q, k, v, attention_mask=None, is_causal=True)
     return self.out(attended.flatten(2))
 
 
 class OwnPolicy(WallFacerPolicy):
-    table = {"OwnAttention": AttentionModule(methods={"forward": attend})}
+    table = {"OwnAttention": AttentionModule(methods={"forward": wallfacer_forward})}
 
 
 def own_model(case: Case, folder: Path) -> dict[str, Any]:
-    """A policy for one's own model, as docs/colossalai.md has it."""
-    one = batch("llama", "ragged", 0)
-    del one["attention_mask"]
-    alone = OwnModel()
-    logits = alone(one["input_ids"])[:, :-1].flatten(0, 1)
-    expected = F.cross_entropy(logits, one["labels"][:, 1:].flatten())
+    """A policy for a model of a user, as docs/colossalai.md shows it."""
+    inputs = batch("llama", "ragged", 0)
+    del inputs["attention_mask"]
+    reference = OwnModel()
+    logits = reference(inputs["input_ids"])[:, :-1].flatten(0, 1)
+    expected = F.cross_entropy(logits, inputs["labels"][:, 1:].flatten())
     expected.backward()
-    plugin = WallFacerPlugin(**case["words"], custom_policy=OwnPolicy())
-    booster, model, optimizer = boosted(OwnModel(), plugin)
-    loss = model(**one).loss
+    plugin = WallFacerPlugin(**case["wallfacer"], custom_policy=OwnPolicy())
+    booster, model, optimizer = boost(OwnModel(), plugin)
+    loss = model(**inputs).loss
     booster.backward(loss, optimizer)
     return {
         "losses": [loss.item()],
-        "gradients": gradients(model),
-        "expected": {"losses": [expected.item()], "gradients": gradients(alone)},
+        "gradients": gradients_of(model),
+        "expected": {"losses": [expected.item()], "gradients": gradients_of(reference)},
     }
 
 
-def message(do: Callable[[], Any]) -> str:
-    """What the ValueError or NotImplementedError of `do` says, with its notes."""
+def refusal_of(call: Callable[[], Any]) -> str:
+    """The message and the notes of the ValueError or NotImplementedError that `call` raises."""
     try:
-        do()
+        call()
     except (ValueError, NotImplementedError) as error:
         return " ".join([str(error), *getattr(error, "__notes__", [])])
     return "no error"
 
 
-def refused(case: Case, folder: Path) -> dict[str, Any]:
-    """What a user may get wrong, by name; messages of rank 0."""
-    words = {"sequence_parallel_size": 2, "route": "ring"}
-    _, model, _ = boosted(build("llama"), WallFacerPlugin(**words))
-    mine = batch("llama", "plain", dist.get_rank())
-    image = build("vit")
-    wf_colossalai.apply(image, words)
-    _, image, _ = boosted(image, TorchDDPPlugin())
+def refused(case: Case, folder: Path) -> dict[str, str]:
+    """Messages of rank 0 for errors of a user, by test_colossalai_faults.py's names of them."""
+    config = {"sequence_parallel_size": 2, "route": "ring"}
+    _, model, _ = boost(build("llama"), WallFacerPlugin(**config))
+    inputs, inputs_of_rank = batch("llama", "plain", 0), batch("llama", "plain", dist.get_rank())
+    image_model = build("vit")
+    wf_colossalai.apply(image_model, config)
+    _, image_model, _ = boost(image_model, TorchDDPPlugin())
+    images_of_rank = batch("vit", "plain", dist.get_rank())
     stages = {"pp_size": 2, "num_microbatches": 1}
-    own_stages = WallFacerPlugin(**words, **stages, custom_policy=OwnPolicy())
+    own_stages = WallFacerPlugin(**config, **stages, custom_policy=OwnPolicy())
     bubble = {"pp_style": "zbv", "num_model_chunks": 2, "scheduler_nodes": []}
-    zero_bubble = WallFacerPlugin(**words, **stages, **bubble)
-    scores = batch("llama", "plain", 0)
-    ring = hybrid("split_gather", 2, WallFacerPolicy())
-    other_size = hybrid("ring_attn", 1, WallFacerPolicy({"sequence_parallel_size": 4}))
-    return {
-        "other size": message(lambda: boosted(build("llama"), other_size)),
-        "other batches": message(lambda: model(**mine)),
-        "other images": message(lambda: image(**batch("vit", "plain", dist.get_rank()))),
-        "world": message(lambda: WallFacerPlugin(sequence_parallel_size=3)),
-        "group": message(
-            lambda: wf_colossalai.apply(build("llama"), {"sequence_parallel_size": 3})
-        ),
-        "pipeline": message(lambda: boosted(OwnModel(), own_stages)),
-        "zero bubble": message(lambda: boosted(build("gpt2"), zero_bubble)),
-        "cache": message(lambda: model(**scores, past_key_values=((),))),
-        "tuple": message(lambda: model(**scores, return_dict=False)),
-        "carrier": message(lambda: boosted(build("llama"), ring)),
+    zero_bubble = WallFacerPlugin(**config, **stages, **bubble)
+    split_gather = colossalai_plugin("split_gather", 2, WallFacerPolicy())
+    policy_of_4 = WallFacerPolicy({"sequence_parallel_size": 4})
+    other_size = colossalai_plugin("ring_attn", 1, policy_of_4)
+    calls: dict[str, Callable[[], Any]] = {
+        "other size": lambda: boost(build("llama"), other_size),
+        "other batches": lambda: model(**inputs_of_rank),
+        "other images": lambda: image_model(**images_of_rank),
+        "world": lambda: WallFacerPlugin(sequence_parallel_size=3),
+        "group": lambda: wf_colossalai.apply(build("llama"), {"sequence_parallel_size": 3}),
+        "pipeline": lambda: boost(OwnModel(), own_stages),
+        "zero bubble": lambda: boost(build("gpt2"), zero_bubble),
+        "cache": lambda: model(**inputs, past_key_values=((),)),
+        "tuple": lambda: model(**inputs, return_dict=False),
+        "mode": lambda: boost(build("llama"), split_gather),
     }
+    return {name: refusal_of(call) for name, call in calls.items()}
 
 
-def loaders(case: Case, folder: Path) -> dict[str, Any]:
-    """Which samples every rank reads, from both helpers, with and without shuffling."""
-    words = {"sequence_parallel_size": 2, "route": "ring"}
-    plugin, applied = WallFacerPlugin(**words), wf_colossalai.apply(build("llama"), words)
-    read: dict[str, Any] = {}
-    for name, source in (("plugin", plugin), ("apply", applied)):
+def loaders(case: Case, folder: Path) -> dict[str, list[list[int]]]:
+    """The samples of every rank, by where the loader comes from and whether it shuffles."""
+    config = {"sequence_parallel_size": 2, "route": "ring"}
+    sources = {
+        "plugin": WallFacerPlugin(**config),
+        "apply": wf_colossalai.apply(build("llama"), config),
+    }
+    samples_by_loader = {}
+    for name, source in sources.items():
         for shuffle in (False, True):
             loader = source.prepare_dataloader(list(range(8)), batch_size=2, shuffle=shuffle)
-            mine = torch.cat([part for part in loader])
-            everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-            dist.all_gather(everyone, mine)
-            read[f"{name} {shuffle}"] = [part.tolist() for part in everyone]
-    return read
+            samples = torch.cat([part for part in loader])
+            gathered = [torch.empty_like(samples) for _ in range(dist.get_world_size())]
+            dist.all_gather(gathered, samples)
+            samples_by_loader[f"{name} {shuffle}"] = [x.tolist() for x in gathered]
+    return samples_by_loader
 
 
 def whole_logits(case: Case, folder: Path) -> dict[str, Any]:
-    """After model.eval(), logits of all tokens on every rank."""
-    _, model, _ = boosted(build("llama"), WallFacerPlugin(**case["words"]))
-    one, alone = batch("llama", "ragged", 0), build("llama").eval()
+    """Logits of a rank after model.eval(), and those of all tokens in one process."""
+    _, model, _ = boost(build("llama"), WallFacerPlugin(**case["wallfacer"]))
+    inputs, reference = batch("llama", "ragged", 0), build("llama").eval()
     model.eval()
     with torch.no_grad():
         return {
-            "gradients": {"logits": model(**copy.deepcopy(one)).logits},
-            "expected": {"gradients": {"logits": alone(**one).logits}},
+            "gradients": {"logits": model(**copy.deepcopy(inputs)).logits},
+            "expected": {"gradients": {"logits": reference(**inputs).logits}},
         }
 
 
-KINDS = {
+RUNS = {
     function.__name__: function
     for function in (
         large_logits,
@@ -284,7 +290,7 @@ KINDS = {
         half_precision_loss,
         padded_labels,
         attention_alone,
-        their_form,
+        colossalai_model_test,
         own_model,
         refused,
         loaders,

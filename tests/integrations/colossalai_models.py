@@ -1,4 +1,4 @@
-"""Tiny random models of every family, their batches, and training without sequence parallelism."""
+"""Small random models of every family, their batches, and the reference: one process trains."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tests.dsp.video import VideoDiT, VideoDiTConfig
 VOCABULARY, SEQLEN = 256, 24
 NARROW: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS: dict[str, Any] = {"num_attention_heads": 4}
-WORDS: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
+VOCAB: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
 GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
 GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 UNDROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-LLAMA = {**NARROW, **HEADS, **WORDS, **GROUPED}
+LLAMA = {**NARROW, **HEADS, **VOCAB, **GROUPED}
 OPT = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
 BERT_UNDROPPED = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 CLASSES = {"num_labels": 6, "pad_token_id": 0}
 VIDEO = {"frames": 4, "height": 12, "width": 32, "dim": 16, "text_length": 9}
 STAGES = ("space", "full", "time", "space")
-IMAGES = {"image_size": 16, "patch_size": 4, "num_labels": 8}  # 17 tokens: padded by us
+IMAGES = {"image_size": 16, "patch_size": 4, "num_labels": 8}  # 17 tokens: WallFacer pads them
 
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (tf.LlamaForCausalLM, tf.LlamaConfig, LLAMA),
@@ -46,8 +46,8 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         tf.GPTJConfig,
         {**GPT, **UNDROPPED, "vocab_size": VOCABULARY, "rotary_dim": 4},
     ),
-    "opt": (tf.OPTForCausalLM, tf.OPTConfig, {**OPT, **HEADS, **WORDS, "dropout": 0.0}),
-    "bert": (tf.BertForMaskedLM, tf.BertConfig, {**NARROW, **HEADS, **WORDS, **BERT_UNDROPPED}),
+    "opt": (tf.OPTForCausalLM, tf.OPTConfig, {**OPT, **HEADS, **VOCAB, "dropout": 0.0}),
+    "bert": (tf.BertForMaskedLM, tf.BertConfig, {**NARROW, **HEADS, **VOCAB, **BERT_UNDROPPED}),
     "llama_classes": (tf.LlamaForSequenceClassification, tf.LlamaConfig, {**LLAMA, **CLASSES}),
     "gpt2_classes": (
         tf.GPT2ForSequenceClassification,
@@ -67,12 +67,12 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "opt_classes": (
         tf.OPTForSequenceClassification,
         tf.OPTConfig,
-        {**OPT, **HEADS, **WORDS, **CLASSES, "dropout": 0.0},
+        {**OPT, **HEADS, **VOCAB, **CLASSES, "dropout": 0.0},
     ),
     "bert_classes": (
         tf.BertForSequenceClassification,
         tf.BertConfig,
-        {**NARROW, **HEADS, **WORDS, **BERT_UNDROPPED, **CLASSES},
+        {**NARROW, **HEADS, **VOCAB, **BERT_UNDROPPED, **CLASSES},
     ),
     "vit": (tf.ViTForImageClassification, tf.ViTConfig, {**NARROW, **HEADS, **IMAGES}),
 }
@@ -80,7 +80,7 @@ Batch = dict[str, Any]
 
 
 class VideoFlow(nn.Module):
-    """The video transformer with the loss of flow matching, as a Hugging Face model gives it."""
+    """The video transformer with the loss of flow matching, in the output class of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,26 +90,33 @@ class VideoFlow(nn.Module):
 
     def forward(self, video: Tensor, times: Tensor, text: Tensor, target: Tensor) -> Any:
         dtype = self.dit.patch_linear.weight.dtype
-        found = self.dit(video.to(dtype), times.to(dtype), text)
-        loss = (found.float() - target).square().mean()
+        velocity = self.dit(video.to(dtype), times.to(dtype), text)
+        loss = (velocity.float() - target).square().mean()
         return tf.utils.ModelOutput(loss=loss)
 
 
 def build(family: str) -> Any:
-    """The same weights in every process; large enough that attention matters."""
+    """The model of a family: the same weights in every process, large enough for attention."""
     torch.manual_seed(0)
     if family == "video":
         return VideoFlow().train()
-    make, make_config, words = FAMILIES[family]
-    config = make_config(**words, initializer_range=0.2, use_cache=False)
+    model_class, config_class, options = FAMILIES[family]
+    config = config_class(**options, initializer_range=0.2, use_cache=False)
     if family.startswith(("opt", "gptj")):
         config._attn_implementation = "eager"  # all that ColossalAI takes for these
-    return make(config).train()
+    return model_class(config).train()
 
 
-def batch(family: str, kind: str, seed: int) -> Batch:
-    """One sample. Kinds: plain, ragged (23 tokens), padded, unequal (two samples), unmasked, packed
-    (as one document, as three, and as many as the planner has a kind for)."""
+def batch(family: str, variant: str, seed: int) -> Batch:
+    """A batch of one sample of 24 tokens, unless the variant or the family says otherwise.
+
+    Args:
+        variant: "plain"; "ragged" (23 tokens: not a multiple of the ranks); "padded" (17 valid
+            tokens); "unequal" (two samples of 17 and 21 valid tokens); "microbatches" (two
+            samples); "unmasked" (without attention_mask); "packed" (one document, three, or
+            twelve, by the step).
+        seed: 100 * step + index of the data-parallel rank.
+    """
     generator = torch.Generator().manual_seed(seed)
     if family == "vit":
         pixels = torch.randn(2, 3, 16, 16, generator=generator)
@@ -119,69 +126,73 @@ def batch(family: str, kind: str, seed: int) -> Batch:
         text = torch.randint(256, (2, 9), generator=generator)
         times = torch.rand(2, generator=generator)
         return {"video": video, "times": times, "text": text, "target": target}
-    samples = {"unequal": 2, "microbatches": 2}.get(kind, 1)
-    seqlen = SEQLEN - 1 if kind == "ragged" else SEQLEN
+    samples = {"unequal": 2, "microbatches": 2}.get(variant, 1)
+    seqlen = SEQLEN - 1 if variant == "ragged" else SEQLEN
     ids = torch.randint(1, VOCABULARY, (samples, seqlen), generator=generator)
     out = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
     if family == "bert":
-        # as many in each sample: the loss of microbatches is the mean of their means
+        # equally many in each sample: the loss of microbatches is the mean of their means
         hidden = torch.rand(ids.shape, generator=generator).argsort(dim=1) < seqlen // 2
         out["labels"] = ids.masked_fill(~hidden, -100)
-    out |= _answers(family, ids, seed)
+    out |= _inputs_of_other_heads(family, ids, seed)
     if family.endswith("spans"):
         del out["labels"]
-    for row, length in {"padded": [(0, 17)], "unequal": [(0, 17), (1, 21)]}.get(kind, []):
+    for row, length in {"padded": [(0, 17)], "unequal": [(0, 17), (1, 21)]}.get(variant, []):
         out["attention_mask"][row, length:] = 0
         if out["labels"].shape == ids.shape:
             out["labels"][row, length:] = -100
         out["input_ids"][row, length:] = 0
-    if kind in ("unmasked", "packed"):
+    if variant in ("unmasked", "packed"):
         del out["attention_mask"]
-    if kind == "packed":
+    if variant == "packed":
         borders = (0, SEQLEN), (0, 5, 14, SEQLEN), tuple(range(0, SEQLEN + 1, 2))
         out["cu_seqlens"] = borders[seed // 100 % 3]
     return out
 
 
-def _answers(family: str, ids: Tensor, seed: int) -> Batch:
-    """What heads that are none of a language model are asked, in place of labels by token."""
-    few = torch.tensor([seed % 5, (seed + 3) % 5])[: len(ids)]
+def _inputs_of_other_heads(family: str, ids: Tensor, seed: int) -> Batch:
+    """Inputs of heads other than a language model's: classes, spans or two choices."""
+    classes = torch.tensor([seed % 5, (seed + 3) % 5])[: len(ids)]
     if family.endswith("classes"):
-        return {"labels": few}
+        return {"labels": classes}
     if family.endswith("spans"):
-        return {"start_positions": few, "end_positions": few + 17}
+        return {"start_positions": classes, "end_positions": classes + 17}
     if family.endswith("double"):
-        both = torch.stack([ids, ids.flip(1)], dim=1)
-        ends = torch.full(both.shape[:2], ids.shape[1] - 1)
-        asked = {"mc_token_ids": ends, "mc_labels": few % 2}
-        return {"input_ids": both, "attention_mask": torch.ones_like(both), "labels": both, **asked}
+        choices = torch.stack([ids, ids.flip(1)], dim=1)
+        return {
+            "input_ids": choices,
+            "attention_mask": torch.ones_like(choices),
+            "labels": choices,
+            "mc_token_ids": torch.full(choices.shape[:2], ids.shape[1] - 1),
+            "mc_labels": classes % 2,
+        }
     return {}
 
 
-def total(output: Any) -> Tensor:
-    """The loss of one head or two."""
+def total_loss(output: Any) -> Tensor:
+    """The sum over the heads of the model."""
     return output.loss + output.get("mc_loss", 0.0)
 
 
-def dense(one: Batch) -> Batch:
-    """The same sample for a model that knows nothing of documents."""
-    borders = one.get("cu_seqlens")
+def with_dense_mask(batch: Batch) -> Batch:
+    """The batch with a dense attention mask and positions in place of cu_seqlens."""
+    borders = batch.get("cu_seqlens")
     if borders is None:
-        return one
+        return batch
     lengths = torch.tensor(borders).diff()
     document = torch.arange(len(lengths)).repeat_interleave(lengths)
     seen = (document[:, None] == document).tril()
-    labels = one["labels"].clone()
-    labels[:, list(borders[:-1])] = -100  # no document predicts the next one's first token
+    labels = batch["labels"].clone()
+    labels[:, list(borders[:-1])] = -100  # no document predicts the first token of the next
     return {
-        "input_ids": one["input_ids"],
+        "input_ids": batch["input_ids"],
         "labels": labels,
         "attention_mask": torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[None, None],
         "position_ids": torch.cat([torch.arange(n) for n in lengths.tolist()])[None],
     }
 
 
-def alone(
+def train_alone(
     model: nn.Module,
     steps: Sequence[Sequence[Batch]],
     optimizer: Callable[..., Any],
@@ -189,44 +200,47 @@ def alone(
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """(losses, gradients of the first step, final weights) of one process on all batches.
 
-    A step's loss is the mean over its batches, as data parallelism has it. Gradients are clipped to
-    max_norm if it is not 0.
+    Args:
+        steps: the batches of each step. Its loss is their mean, as in data parallelism.
+        optimizer: makes an optimizer of parameters.
+        max_norm: to which gradients are clipped; 0 = they are not.
     """
-    update = optimizer(model.parameters())
-    losses, first = [], {}
+    optimizer_of_model = optimizer(model.parameters())
+    losses, first_gradients = [], {}
     for batches in steps:
-        update.zero_grad()
-        loss = torch.stack([total(model(**dense(one))) for one in batches]).mean()
+        optimizer_of_model.zero_grad()
+        loss = torch.stack([total_loss(model(**with_dense_mask(b))) for b in batches]).mean()
         loss.backward()
-        first = first or {
+        first_gradients = first_gradients or {
             n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
         }
         if max_norm:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        update.step()
+        optimizer_of_model.step()
         losses.append(loss.item())
-    return losses, first, {name: value.clone() for name, value in model.state_dict().items()}
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return losses, first_gradients, weights
 
 
-def alone_in_16_bits(
+def train_alone_in_16_bits(
     model: nn.Module,
     steps: Sequence[Sequence[Batch]],
     optimizer: Callable[..., Any],
     dtype: torch.dtype,
 ) -> list[float]:
-    """Losses with weights of 16 bits and float32 master weights, as ZeRO keeps them."""
-    master = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    """Losses of one process with weights in `dtype` and master weights in float32, as in ZeRO."""
+    master_weights = [p.detach().clone().requires_grad_() for p in model.parameters()]
     model.to(dtype)
-    update = optimizer(master)
+    optimizer_of_masters = optimizer(master_weights)
     losses = []
     for batches in steps:
         model.zero_grad()
-        loss = torch.stack([model(**one).loss.float() for one in batches]).mean()
+        loss = torch.stack([model(**batch).loss.float() for batch in batches]).mean()
         loss.backward()
-        for wide, narrow in zip(master, model.parameters(), strict=True):
-            wide.grad = None if narrow.grad is None else narrow.grad.float()
-        update.step()
-        for wide, narrow in zip(master, model.parameters(), strict=True):
-            narrow.data.copy_(wide.data)
+        for master, p in zip(master_weights, model.parameters(), strict=True):
+            master.grad = None if p.grad is None else p.grad.float()
+        optimizer_of_masters.step()
+        for master, p in zip(master_weights, model.parameters(), strict=True):
+            p.data.copy_(master.data)
         losses.append(loss.item())
     return losses

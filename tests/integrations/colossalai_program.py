@@ -1,4 +1,4 @@
-"""What a launcher starts: one training step, its loss printed by every rank.
+"""The program that tests of launchers start: one training step, every rank prints its loss.
 
 python colossalai_program.py torch | openmpi PORT
 """
@@ -17,10 +17,10 @@ import wf_colossalai
 from tests.integrations.colossalai_models import batch, build
 
 
-def main(how: str, port: str = "0") -> None:
+def main(launcher: str, port: str = "0") -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    if how == "torch":
+    if launcher == "torch":
         colossalai.launch_from_torch()
     else:
         colossalai.launch_from_openmpi(host="127.0.0.1", port=int(port), backend="gloo")
@@ -32,7 +32,7 @@ def main(how: str, port: str = "0") -> None:
     booster.backward(loss, optimizer)
     optimizer.step()
     line = f"rank {dist.get_rank()} of {dist.get_world_size()}: loss {loss.item():.6f}\n"
-    print(line, end="", flush=True)  # in one piece
+    print(line, end="", flush=True)  # in one write: lines of ranks stay whole
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,11 +1,21 @@
 """A job of several ranks: `python colossalai_worker.py FOLDER RANKS` runs FOLDER/cases.json.
 
-Everything is imported once, then the ranks are forked. A case's result is in FOLDER/NAME.pt.
+Everything is imported once, then the ranks are forked. Rank 0's result of a case is FOLDER/NAME.pt.
+A case is a dict:
+
+    name, wallfacer     its name, and WallFacer's configuration
+    run                 what to run with it, of RUNS: "compared" unless given
+    family, batch       of the model and of the batches (colossalai_models.py): "llama", "plain"
+    plugin, options     ColossalAI's plugin and its arguments: "hybrid", {}
+    optimizer, steps    "sgd", 20
+    checkpointing       enabled "before" or "after" the booster wraps the model
+    lazy, no_weights    the model is built lazily; its weights cannot be saved
+    resume_with         WallFacer's configuration after the checkpoint of "resumed"
+    config              a file with the configuration of WallFacer and ColossalAI
 """
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import json
 import multiprocessing
@@ -19,212 +29,118 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from colossalai.booster import Booster
-from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
-from colossalai.lazy import LazyInitContext
 from colossalai.logging import disable_existing_loggers
-from colossalai.nn.optimizer import HybridAdam
 
-import wf_colossalai
 from tests.helpers import destroy_groups
 from tests.integrations import colossalai_faults as faults
-from tests.integrations.colossalai_models import alone, alone_in_16_bits, batch, build, total
+from tests.integrations.colossalai_models import (
+    batch,
+    build,
+    train_alone,
+    train_alone_in_16_bits,
+)
+from tests.integrations.colossalai_training import OPTIMIZERS, Data, Training, steps_of
 from wf_backends.tiling.tiled_call import TiledCall
 from wf_colossalai.cpu import cpu_accelerator
 from wf_transformers.checkpoints import inputs_on_host
 
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": partial(torch.optim.SGD, lr=0.1),
-    "adamw": partial(torch.optim.AdamW, lr=1e-3),
-    "hybrid_adam": partial(HybridAdam, lr=1e-3, weight_decay=0.01),
+REFERENCE_OPTIMIZERS = OPTIMIZERS | {
+    "hybrid_adam": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.01)
 }
-ALONE = OPTIMIZERS | {"hybrid_adam": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.01)}
-NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-OTHER_PLUGINS: dict[str, Any] = {
-    "ddp": TorchDDPPlugin,
-    "zero": LowLevelZeroPlugin,
-    "gemini": GeminiPlugin,
-}
-
+DTYPES_OF_16_BITS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-
-Steps = list[list[dict[str, Any]]]
-Data = tuple[str, str, int, int]  # as `steps_of` takes it
-
-
-def steps_of(family: str, kind: str, size: int, count: int) -> Steps:
-    """The batches of so many steps, `size` of each."""
-    return [
-        [batch(family, kind, 100 * step + part) for part in range(size)] for step in range(count)
-    ]
-
-
-class Run:
-    """One case: a booster with its plugin, and what the test compares."""
-
-    def __init__(self, case: dict[str, Any], folder: Path) -> None:
-        self.case, self.folder = case, folder
-        self.family, self.kind = case.get("family", "llama"), case.get("kind", "plain")
-        self.size = case["words"].get("sequence_parallel_size", 1)
-        self.optimizer = case.get("optimizer", "sgd")
-        with LazyInitContext() if case.get("lazy") else torch.enable_grad():
-            model = build(self.family)
-        if case.get("checkpointing") == "before":
-            model.gradient_checkpointing_enable()
-        self.plugin, self.handle = self._plugin(model)
-        self.sp = self.handle.sp
-        self.booster = Booster(plugin=self.plugin)
-        optimizer = OPTIMIZERS[self.optimizer](model.parameters())
-        self.model, self.update, *_ = self.booster.boost(model, optimizer)
-        if case.get("checkpointing") == "after":
-            self.model.unwrap().gradient_checkpointing_enable()
-
-    def _plugin(self, model: Any) -> tuple[Any, Any]:
-        if "config" in self.case:
-            opened = wf_colossalai.from_config(self.case["config"], model)
-            return opened.plugin, opened
-        words, options = self.case["words"], self.case.get("options", {})
-        kind = self.case.get("plugin", "hybrid")
-        if kind == "hybrid":
-            plugin = wf_colossalai.WallFacerPlugin(**words, **options)
-            return plugin, plugin.handle
-        handle = wf_colossalai.apply(model, words)
-        return OTHER_PLUGINS[kind](**options), handle
-
-    @property
-    def data_parallel(self) -> tuple[int, int]:
-        """(rank, size)."""
-        options = self.case.get("options", {})
-        inner = self.size * options.get("tp_size", 1) * options.get("pp_size", 1)
-        return dist.get_rank() // inner, dist.get_world_size() // inner
-
-    def steps(self) -> Steps:
-        """The batches of every step, one for each data-parallel rank."""
-        return steps_of(self.family, self.kind, self.data_parallel[1], self.case.get("steps", 20))
-
-    def train(self, first: int = 0, last: int | None = None) -> list[float]:
-        """Losses of steps first..last on the ranks that have them."""
-        losses = []
-        for step, batches in enumerate(self.steps()[first:last]):
-            loss = self._backward(copy.deepcopy(batches[self.data_parallel[0]]))
-            if step == 0:
-                self.gradients = self._gradients()
-            self.update.step()
-            self.update.zero_grad()
-            losses += [] if loss is None else [loss.item()]
-        return losses
-
-    def _backward(self, mine: dict[str, Any]) -> Any:
-        if getattr(self.plugin, "stage_manager", None) is None:
-            loss = total(self.model(**mine))
-            self.booster.backward(loss, self.update)
-            return loss
-        done = self.booster.execute_pipeline(
-            iter([mine]), self.model, lambda out, _: total(out), self.update, return_loss=True
-        )
-        return done["loss"]
-
-    def _gradients(self) -> dict[str, Any]:
-        parameters = self.model.unwrap().named_parameters()
-        return {n: p.grad.clone() for n, p in parameters if p.grad is not None}
-
-    def mean_over_data(self, losses: list[float], count: int) -> list[float]:
-        """The whole step's loss: the mean over data parallelism (ranks without losses add none)."""
-        total = torch.tensor([sum(losses[i : i + 1], 0.0) for i in range(count)])
-        ranks = torch.tensor(float(bool(losses)))
-        dist.all_reduce(total)
-        dist.all_reduce(ranks)
-        return (total / ranks).tolist()
-
-    def weights(self, name: str) -> dict[str, Any]:
-        """The whole model, gathered by ColossalAI's own saving."""
-        if self.case.get("no_weights"):
-            return {}
-        path = self.folder / f"{self.case['name']}_{name}.bin"
-        self.booster.save_model(self.model, str(path), shard=False)
-        dist.barrier()
-        return torch.load(path) if dist.get_rank() == 0 else {}
 
 
 def compared(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train the case, and the same without sequence parallelism on rank 0."""
-    run = Run(case, folder)
-    start = run.weights("start") if case.get("lazy") else {}  # lazily drawn in another order
-    losses = run.mean_over_data(run.train(), case.get("steps", 20))
-    result = {"losses": losses, "gradients": run.gradients, "bytes": run.sp.report()}
-    result["weights"] = run.weights("end")
-    functions = [vars(m).get("_gradient_checkpointing_func") for m in run.model.unwrap().modules()]
-    result["offloads"] = inputs_on_host in [getattr(f, "func", None) for f in functions]
-    forwards = [vars(module).get("forward") for module in run.model.unwrap().modules()]
-    result["tiled"] = sum(isinstance(forward, TiledCall) for forward in forwards)
-    run.handle.remove()
+    """Train the case on all ranks, and the same model and data in one process on rank 0."""
+    training = Training(case, folder)
+    # a lazily built model draws its weights in another order
+    start = training.weights("start") if case.get("lazy") else {}
+    losses = training.mean_over_ranks(training.train(), case.get("steps", 20))
+    modules = list(training.model.unwrap().modules())
+    checkpoint_functions = [vars(module).get("_gradient_checkpointing_func") for module in modules]
+    result = {
+        "losses": losses,
+        "gradients": training.first_gradients,
+        "bytes": training.sp.report(),
+        "weights": training.weights("end"),
+        "offloads": inputs_on_host in [getattr(f, "func", None) for f in checkpoint_functions],
+        "tiled": sum(isinstance(vars(module).get("forward"), TiledCall) for module in modules),
+    }
+    training.handle.remove()
     if dist.get_rank() == 0:
         options = case.get("options", {})
-        data = run.family, run.kind, run.data_parallel[1], case.get("steps", 20)
-        asked = data, run.optimizer, options.get("max_norm", 0.0)
-        result["expected"] = by_one(*asked, start) if start else by_one_as_drawn(*asked)
-        if options.get("precision") in NARROW:
-            result["narrow"] = by_one_in_16_bits(data, run.optimizer, options["precision"])
+        arguments = training.data, training.optimizer_name, options.get("max_norm", 0.0)
+        expected = one_process(*arguments, start) if start else one_process_cached(*arguments)
+        result["expected"] = expected
+        if options.get("precision") in DTYPES_OF_16_BITS:
+            result["losses_in_16_bits"] = losses_of_one_process_in_16_bits(
+                training.data, training.optimizer_name, options["precision"]
+            )
     return result
 
 
-def by_one(
+def one_process(
     data: Data, optimizer: str, max_norm: float, start: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What one process without sequence parallelism finds, from these weights on."""
+    """The reference: losses, first gradients and final weights, from the weights `start` on."""
     model = build(data[0])
     model.load_state_dict(start or model.state_dict())
-    found = alone(model, steps_of(*data), ALONE[optimizer], max_norm)
-    return dict(zip(("losses", "gradients", "weights"), found, strict=True))
+    results = train_alone(model, steps_of(*data), REFERENCE_OPTIMIZERS[optimizer], max_norm)
+    return dict(zip(("losses", "gradients", "weights"), results, strict=True))
 
 
-@cache  # many cases are of the same model and data
-def by_one_as_drawn(data: Data, optimizer: str, max_norm: float) -> dict[str, Any]:
-    return by_one(data, optimizer, max_norm)
+@cache  # many cases share model and data
+def one_process_cached(data: Data, optimizer: str, max_norm: float) -> dict[str, Any]:
+    return one_process(data, optimizer, max_norm)
 
 
 @cache
-def by_one_in_16_bits(data: Data, optimizer: str, narrow: str) -> list[float]:
-    return alone_in_16_bits(build(data[0]), steps_of(*data), ALONE[optimizer], NARROW[narrow])
+def losses_of_one_process_in_16_bits(data: Data, optimizer: str, precision: str) -> list[float]:
+    model, dtype = build(data[0]), DTYPES_OF_16_BITS[precision]
+    return train_alone_in_16_bits(model, steps_of(*data), REFERENCE_OPTIMIZERS[optimizer], dtype)
 
 
 def resumed(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Ten steps at one sequence-parallel size, saved, and ten more at another."""
-    first = Run(case, folder)
-    losses = first.train(0, 10)
+    """Train ten steps, save, and train ten more at another sequence-parallel size."""
+    before = Training(case, folder)
+    losses = before.train(0, 10)
     path = folder / case["name"]
-    first.booster.save_model(first.model, str(path / "model"), shard=True)
-    first.booster.save_optimizer(first.update, str(path / "optimizer"), shard=True)
+    before.booster.save_model(before.model, str(path / "model"), shard=True)
+    before.booster.save_optimizer(before.optimizer, str(path / "optimizer"), shard=True)
     dist.barrier()
-    first.handle.remove()
-    second = Run(case | {"words": case["then"]}, folder)
-    second.booster.load_model(second.model, str(path / "model"))
-    second.booster.load_optimizer(second.update, str(path / "optimizer"))
-    losses += second.mean_over_data(second.train(10, 20), 10)
-    steps = first.steps()[:10] + second.steps()[10:]  # more data parallelism reads more
-    result: dict[str, Any] = {"losses": losses, "weights": second.weights("end")}
-    second.handle.remove()
+    before.handle.remove()
+    after = Training(case | {"wallfacer": case["resume_with"]}, folder)
+    after.booster.load_model(after.model, str(path / "model"))
+    after.booster.load_optimizer(after.optimizer, str(path / "optimizer"))
+    losses += after.mean_over_ranks(after.train(10, 20), 10)
+    result: dict[str, Any] = {"losses": losses, "weights": after.weights("end")}
+    after.handle.remove()
     if dist.get_rank():
         return result
-    expected = alone(build(second.family), steps, ALONE[second.optimizer])
+    # a smaller sequence-parallel size has more data-parallel ranks, which read more batches
+    steps = steps_of(*before.data)[:10] + steps_of(*after.data)[10:]
+    optimizer = REFERENCE_OPTIMIZERS[after.optimizer_name]
+    expected = train_alone(build(after.family), steps, optimizer)
     keys = ("losses", "gradients", "weights")
-    if narrow := NARROW.get(case.get("options", {}).get("precision")):
-        model, optimizer = build(second.family), ALONE[second.optimizer]
-        result["narrow"] = alone_in_16_bits(model, steps, optimizer, narrow)
-    return result | {"expected": dict(zip(keys, expected, strict=True))}
+    result["expected"] = dict(zip(keys, expected, strict=True))
+    if dtype := DTYPES_OF_16_BITS.get(case.get("options", {}).get("precision")):
+        model = build(after.family)
+        result["losses_in_16_bits"] = train_alone_in_16_bits(model, steps, optimizer, dtype)
+    return result
 
 
 def differing(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The error where every rank brings a batch of its own."""
-    run = Run(case, folder)
+    """The error where every rank brings another batch."""
+    training = Training(case, folder)
     try:
-        run.model(**batch(run.family, run.kind, dist.get_rank()))
+        training.model(**batch(training.family, training.variant, dist.get_rank()))
     except ValueError as error:
         return {"error": str(error)}
     return {"error": ""}
 
 
-KINDS = {"compared": compared, "resumed": resumed, "differing": differing} | faults.KINDS
+RUNS = {"compared": compared, "resumed": resumed, "differing": differing} | faults.RUNS
 
 
 def rank_main(rank: int, ranks: int, folder: Path) -> None:
@@ -241,7 +157,7 @@ def rank_main(rank: int, ranks: int, folder: Path) -> None:
     cases = json.loads((folder / "cases.json").read_text())
     with cpu_accelerator():
         for case in cases:
-            result = KINDS[case.get("run", "compared")](case, folder)
+            result = RUNS[case.get("run", "compared")](case, folder)
             if rank == 0:
                 torch.save(result, folder / f"{case['name']}.pt")
             dist.barrier()
@@ -249,9 +165,8 @@ def rank_main(rank: int, ranks: int, folder: Path) -> None:
 
 
 def rank_or_traceback(rank: int, ranks: int, folder: Path) -> None:
-    ctypes.CDLL(None).prctl(
-        PR_SET_PDEATHSIG, signal.SIGKILL
-    )  # no rank outlives a job that is killed
+    # no rank outlives a job that is killed
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         rank_main(rank, ranks, folder)
     except BaseException:

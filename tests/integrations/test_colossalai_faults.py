@@ -1,4 +1,4 @@
-"""What ColossalAI's own ring_attn gets wrong (ours does not), and what a user may get wrong."""
+"""What ColossalAI's own ring_attn gets wrong is right with WallFacer; errors of users are named."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.integrations.colossalai_jobs import (
 
 pytestmark = [needs_colossalai, pytest.mark.processes]
 
-RING = {"words": {"sequence_parallel_size": 4, "route": "ring"}}
-BY_CONFIG = {
-    "ring_attn": {"run": "their_form", "tp_size": 1, "mode": "ring_attn"},
-    "ring_attn_tp": {"run": "their_form", "tp_size": 2, "mode": "ring_attn"},
-    "all_to_all": {"run": "their_form", "tp_size": 1, "mode": "all_to_all"},
+RING = {"wallfacer": {"sequence_parallel_size": 4, "route": "ring"}}
+MODEL_TESTS = {
+    "ring_attn": {"run": "colossalai_model_test", "tp_size": 1, "mode": "ring_attn"},
+    "ring_attn_tp": {"run": "colossalai_model_test", "tp_size": 2, "mode": "ring_attn"},
+    "all_to_all": {"run": "colossalai_model_test", "tp_size": 1, "mode": "all_to_all"},
 }
-PLAIN = (
+RUNS_ON_A_RING = (
     "large_logits",
     "same_size",
     "key_bytes",
@@ -42,22 +42,22 @@ DOUBLE_RINGS = {f"inner_{inner}": inner for inner in (2, 4)}
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """One job of 4 ranks over everything but double rings."""
+    """The results of one job of 4 ranks over all cases but double rings."""
     folder: Path = tmp_path_factory.mktemp("faults")
-    cases: list[dict[str, Any]] = [{"name": name, "run": name} | RING for name in PLAIN]
-    words = {"words": {"route": "ring"}}
-    cases += [{"name": name} | case | words for name, case in BY_CONFIG.items()]
+    cases: list[dict[str, Any]] = [{"name": name, "run": name} | RING for name in RUNS_ON_A_RING]
+    ring = {"wallfacer": {"route": "ring"}}
+    cases += [{"name": name} | case | ring for name, case in MODEL_TESTS.items()]
     return run_cases(cases, 4, folder)
 
 
 @pytest.fixture(scope="module")
 def double_rings(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """One job of 8 ranks, where ColossalAI asks for ranks that do not exist, or hangs."""
+    """Of one job of 8 ranks, in which ColossalAI names ranks that do not exist, or hangs."""
     cases = [
         {
             "name": name,
             "run": "attention_alone",
-            "words": {
+            "wallfacer": {
                 "sequence_parallel_size": 8,
                 "route": {"name": "double_ring", "inner": inner},
             },
@@ -67,42 +67,44 @@ def double_rings(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_cases(cases, 8, tmp_path_factory.mktemp("double"))
 
 
-@pytest.mark.parametrize("name", BY_CONFIG)
-def test_their_model_test_passes_with_our_policy(results: Results, name: str) -> None:
+@pytest.mark.parametrize("name", MODEL_TESTS)
+def test_colossalai_model_test_passes_with_wallfacers_policy(results: Results, name: str) -> None:
     assert_losses(results[name])
     assert_gradients(results[name])
 
 
-def test_their_attention_test_passes(results: Results) -> None:
+def test_colossalai_attention_test_passes(results: Results) -> None:
     result = results["attention_alone"]
     assert_tensors(result["gradients"], result["expected"]["gradients"], 1e-5)
 
 
 @pytest.mark.parametrize("name", DOUBLE_RINGS)
-def test_a_double_ring_need_not_be_square(double_rings: Results, name: str) -> None:
+def test_gradients_of_double_rings_that_are_not_square(double_rings: Results, name: str) -> None:
     result = double_rings[name]
     assert_tensors(result["gradients"], result["expected"]["gradients"], 1e-5)
 
 
 def test_large_logits_do_not_overflow(results: Results) -> None:
     assert_losses(results["large_logits"])
-    # scores of some hundreds are known to 1e-5 in float32, with or without us
+    # scores of some hundreds have an error of 1e-5 in float32
     assert_gradients(results["large_logits"], 1e-4)
 
 
-def test_batches_of_one_size_and_other_shapes_keep_their_own_documents(results: Results) -> None:
+def test_batches_of_equal_size_and_other_shapes_have_their_own_documents(results: Results) -> None:
     assert_losses(results["same_size"])
 
 
-def test_key_heads_are_sent_as_they_are(results: Results) -> None:
-    """2 key heads of 4: half the bytes, exactly those of the ring."""
+def test_shared_key_heads_are_not_repeated_before_they_are_sent(results: Results) -> None:
+    """2 key heads of 4 query heads are half the bytes of 4, as many as the ring needs.
+
+    A causal zigzag ring of 4 ranks forwards 9 shards in all: 4 x 3, less the quarter that no
+    later rank sees.
+    """
     sent = results["key_bytes"]
-    keys_and_values, layers, tokens, head_dim, float32 = 2, 2, 24, 8, 4
-    walked = (
-        9  # of 4 ranks x 3 hops of the zigzag, in shards: a quarter is seen by nobody further on
-    )
+    keys_and_values, layers, rows_of_shard, head_dim, float32 = 2, 2, 24 // 4, 8, 4
+    bytes_per_head_and_shard = keys_and_values * layers * rows_of_shard * head_dim * float32
+    assert sent[2] == 9 * 2 * bytes_per_head_and_shard
     assert sent[4] == 2 * sent[2]
-    assert sent[2] == keys_and_values * layers * (tokens // 4) * walked * 2 * head_dim * float32
 
 
 def test_the_loss_of_a_bfloat16_model_is_float32(results: Results) -> None:
@@ -111,30 +113,32 @@ def test_the_loss_of_a_bfloat16_model_is_float32(results: Results) -> None:
     assert_losses(result, 1e-6)
 
 
-def test_labels_of_padding_count_for_nothing(results: Results) -> None:
-    labels, given = results["padded_labels"]["labels"], results["padded_labels"]["given"]
+def test_labels_of_padding_are_ignored(results: Results) -> None:
+    """23 tokens: their last one and the padded one have no label."""
+    labels, original = (results["padded_labels"][key] for key in ("gathered", "original"))
     assert labels.shape == (1, 24)
-    assert torch.equal(labels[:, :22], given[:, 1:])
+    assert torch.equal(labels[:, :22], original[:, 1:])
     assert labels[:, 22:].tolist() == [[-100, -100]]
 
 
-def test_logits_are_whole_in_evaluation(results: Results) -> None:
+def test_every_rank_has_the_logits_of_all_tokens_in_evaluation(results: Results) -> None:
     assert_gradients(results["whole_logits"])
 
 
-def test_a_policy_for_ones_own_model_takes_ten_lines(results: Results) -> None:
+def test_a_users_model_with_a_policy_of_its_own_is_that_of_one_process(results: Results) -> None:
     assert_losses(results["own_model"])
     assert_gradients(results["own_model"])
 
 
 def test_ranks_of_a_sequence_read_the_same_samples(results: Results) -> None:
-    for name, read in results["loaders"].items():
-        assert read[0] == read[1] and read[2] == read[3], name
-        assert sorted(read[0] + read[2]) == list(range(8)), name
+    """Sequences of two ranks: together they read all samples."""
+    for name, samples in results["loaders"].items():
+        assert samples[0] == samples[1] and samples[2] == samples[3], name
+        assert sorted(samples[0] + samples[2]) == list(range(8)), name
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("error", "parts_of_message"),
     {
         "other batches": ["input_ids", "prepare_dataloader"],
         "other images": ["the ranks do not agree", "pixel_values", "prepare_dataloader"],
@@ -145,9 +149,11 @@ def test_ranks_of_a_sequence_read_the_same_samples(results: Results) -> None:
         "zero bubble": ["zbv", "1f1b", "interleaved"],
         "cache": ["past_key_values"],
         "tuple": ["return_dict=False"],
-        "carrier": ["sequence_parallelism_mode", "split_gather", "ring_attn"],
+        "mode": ["sequence_parallelism_mode", "split_gather", "ring_attn"],
     }.items(),
 )
-def test_what_a_user_gets_wrong_is_named(results: Results, what: str, words: list[str]) -> None:
-    for word in words:
-        assert word in results["refused"][what]
+def test_an_error_of_a_user_is_named(
+    results: Results, error: str, parts_of_message: list[str]
+) -> None:
+    for part in parts_of_message:
+        assert part in results["refused"][error]

@@ -1,4 +1,4 @@
-"""LSS Transformer and DSP under the real ColossalAI train as one process does."""
+"""Training with LSS Transformer and with DSP under the real ColossalAI equals one process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from tests.integrations.colossalai_jobs import (
     Results,
-    assert_as_near_as_16_bits,
     assert_gradients,
     assert_losses,
+    assert_losses_in_16_bits,
     assert_weights,
     needs_colossalai,
     run_cases,
@@ -24,7 +24,7 @@ if importlib.util.find_spec("colossalai"):
 
 pytestmark = [needs_colossalai, pytest.mark.processes]
 
-FEW = {"steps": 4}
+FOUR_STEPS = {"steps": 4}
 LSS4 = {"sequence_parallel_size": 4, "strategy": "lss"}
 LSS2 = LSS4 | {"sequence_parallel_size": 2}
 STAGES: dict[str, Any] = {
@@ -36,7 +36,7 @@ STAGES: dict[str, Any] = {
 }
 DSP4 = {"sequence_parallel_size": 4, "route": {"name": "ring"}, "dsp": STAGES}
 DSP2 = LSS2 | {"dsp": STAGES}
-VIDEO = {"family": "video"} | FEW
+VIDEO = {"family": "video"} | FOUR_STEPS
 ZERO: dict[str, Any] = {"precision": "fp32", "overlap_communication": False}
 GEMINI: dict[str, Any] = {
     "placement_policy": "static",
@@ -45,20 +45,20 @@ GEMINI: dict[str, Any] = {
 }
 
 LSS: dict[str, dict[str, Any]] = {
-    "lss4": {"words": LSS4} | FEW,
-    "lss_dp2": {"words": LSS2, "kind": "ragged"} | FEW,
-    "lss_tp2": {"words": LSS2, "options": {"tp_size": 2}} | FEW,
-    "lss_ddp": {"words": LSS4, "plugin": "ddp"} | FEW,
+    "lss4": {"wallfacer": LSS4} | FOUR_STEPS,
+    "lss_dp2": {"wallfacer": LSS2, "batch": "ragged"} | FOUR_STEPS,
+    "lss_tp2": {"wallfacer": LSS2, "options": {"tp_size": 2}} | FOUR_STEPS,
+    "lss_ddp": {"wallfacer": LSS4, "plugin": "ddp"} | FOUR_STEPS,
 }
 DSP: dict[str, dict[str, Any]] = {
-    "dsp_ddp": {"words": DSP4, "plugin": "ddp"} | VIDEO,
-    "dsp_ddp_dp2": {"words": DSP2, "plugin": "ddp"} | VIDEO,
-    "dsp_zero1": {"words": DSP4, "plugin": "zero", "options": {"stage": 1} | ZERO} | VIDEO,
-    "dsp_zero2": {"words": DSP2, "plugin": "zero", "options": {"stage": 2} | ZERO} | VIDEO,
+    "dsp_ddp": {"wallfacer": DSP4, "plugin": "ddp"} | VIDEO,
+    "dsp_ddp_dp2": {"wallfacer": DSP2, "plugin": "ddp"} | VIDEO,
+    "dsp_zero1": {"wallfacer": DSP4, "plugin": "zero", "options": {"stage": 1} | ZERO} | VIDEO,
+    "dsp_zero2": {"wallfacer": DSP2, "plugin": "zero", "options": {"stage": 2} | ZERO} | VIDEO,
 }
-HALF: dict[str, dict[str, Any]] = {
+IN_16_BITS: dict[str, dict[str, Any]] = {
     "dsp_gemini": {
-        "words": DSP4,
+        "wallfacer": DSP4,
         "plugin": "gemini",
         "optimizer": "hybrid_adam",
         "options": GEMINI,
@@ -71,11 +71,11 @@ EXACT = LSS | DSP
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("strategies")
-    cases = [{"name": name} | case for name, case in (EXACT | HALF).items()]
+    cases = [{"name": name} | case for name, case in (EXACT | IN_16_BITS).items()]
     file = folder / "config.json"
     file.write_text(json.dumps({"colossalai": {"plugin": "torch_ddp"}, "wallfacer": DSP4}))
     cases.append(DSP["dsp_ddp"] | {"name": "dsp_differing", "run": "differing"})
-    cases.append({"name": "dsp_file", "words": DSP4, "config": str(file)} | VIDEO)
+    cases.append({"name": "dsp_file", "wallfacer": DSP4, "config": str(file)} | VIDEO)
     return run_cases(cases, 4, folder)
 
 
@@ -87,30 +87,35 @@ def test_training_is_that_of_one_process(results: Results, name: str) -> None:
         assert_gradients(results[name])
 
 
-def test_dsp_under_gemini_stays_within_the_error_of_bfloat16(results: Results) -> None:
-    found = results["dsp_gemini"]
-    assert_as_near_as_16_bits(found)
+def test_dsp_under_gemini_errs_as_one_process_in_bfloat16(results: Results) -> None:
+    """Losses as near as in one process; weights move in the direction of float32's.
+
+    0.8: biases of keys have gradients of rounding alone.
+    """
+    result = results["dsp_gemini"]
+    assert_losses_in_16_bits(result)
     for name, start in build("video").named_parameters():
-        right, ours = (w[name] - start for w in (found["expected"]["weights"], found["weights"]))
-        along = torch.cosine_similarity(ours.flatten(), right.flatten(), 0)
-        assert along > 0.8, f"{name}: learnt along {along:.3f}"  # biases of keys only wander
+        actual = result["weights"][name] - start
+        expected = result["expected"]["weights"][name] - start
+        cosine = torch.cosine_similarity(actual.flatten(), expected.flatten(), 0)
+        assert cosine > 0.8, f"{name}: {cosine:.3f}"
 
 
 @pytest.mark.parametrize("name", LSS)
-def test_lss_gathers_forward_and_reduces_backward(results: Results, name: str) -> None:
+def test_lss_gathers_keys_and_sends_gradients_home(results: Results, name: str) -> None:
     sent = results[name]["bytes"]
     assert sent["forward gather"] > 0 and sent["backward home"] > 0
     assert not any("hop" in label or "all_gather" in label for label in sent)
 
 
-@pytest.mark.parametrize("name", [*DSP, *HALF])
-def test_dsp_switches_and_full_attention_meets(results: Results, name: str) -> None:
+@pytest.mark.parametrize("name", [*DSP, *IN_16_BITS])
+def test_dsp_switches_dims_and_full_attention_takes_the_route(results: Results, name: str) -> None:
     sent = results[name]["bytes"]
     assert sent["forward switch"] == sent["backward switch"] > 0
-    assert ("forward step 0" in sent) == ("strategy" not in (DSP | HALF)[name]["words"])
+    assert ("forward step 0" in sent) == ("strategy" not in (DSP | IN_16_BITS)[name]["wallfacer"])
 
 
-def test_ranks_with_batches_of_their_own_are_told(results: Results) -> None:
+def test_batches_that_differ_between_ranks_are_refused(results: Results) -> None:
     assert "the ranks do not agree (values by rank)" in results["dsp_differing"]["error"]
 
 
@@ -121,18 +126,18 @@ def test_dsp_in_the_hybrid_plugin_is_refused() -> None:
         WallFacerPlugin(sequence_parallel_size=2, dsp=STAGES)
 
 
-def test_attention_of_ones_own_that_does_not_call_us_is_refused() -> None:
+def test_a_users_attention_that_does_not_call_wallfacer_is_refused() -> None:
     from tests.helpers import run_threads
     from tests.integrations.transformers_models import sequence_parallel
     from wf_colossalai import AttentionModule
     from wf_colossalai.attach import attach
 
-    own = type(
-        "OwnAttention", (torch.nn.Embedding,), {"forward": lambda self, input_ids: input_ids}
-    )
+    class OwnAttention(torch.nn.Embedding):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return input_ids
 
     def rank(comm: Any) -> None:
-        model = own(8, 8)
+        model = OwnAttention(8, 8)
         attach(model, sequence_parallel(comm), {"OwnAttention": AttentionModule()})
         with pytest.raises(NotImplementedError, match="no layer of OwnAttention called self.wallf"):
             model(torch.ones(1, 8, dtype=torch.int64))

@@ -153,7 +153,7 @@ def test_own_keys_are_computed_while_those_of_others_arrive():
 
 
 def test_a_rank_that_only_sends_does_not_wait_for_the_receiver():
-    """Under a causal mask rank 3 reads rank 1's keys in step 2, after rank 1's own last tile."""
+    """Under a causal mask rank 3 reads rank 1's keys in step 2. Rank 1 computes before it waits."""
     case = Case(ring(4), ring(4), contiguous(4, 32), Mask(CAUSAL))
     events = run_threads(4, events_of, case)[1]
     last_index = {event: index for index, event in enumerate(events)}
