@@ -2,9 +2,9 @@
 
     python benchmarks/bytes.py --ranks 8
 
-In units of one rank's Q, mean of the ranks. All ranks run as threads of this process, without a
-network. "-": the heads do not divide by the ranks. Documents have random lengths (log-normal,
-median half a shard) and are packed without padding.
+Bytes are in units of one rank's Q, the mean of all ranks. The ranks are threads of this process,
+without a network. "-": the ranks do not divide the heads. Documents have random lengths
+(log-normal, median half a shard) and are packed without padding.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from measure import print_head, print_row
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator, run_threads
 
-ROWS, HEADS, HEAD_DIM = 64, 8, 16  # rows of a rank
+SHARD_ROWS, HEADS, HEAD_DIM = 64, 8, 16
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ HEAD_CASES = (
 
 def sparse_cases(size: int) -> tuple[Case, ...]:
     """Cases whose masks hide most pairs of shards."""
-    window = {"causal": True, "window_size": (ROWS, 0)}
-    packed = {"causal": True, "cu_seqlens": random_documents(size * ROWS, ROWS / 2)}
+    window = {"causal": True, "window_size": (SHARD_ROWS, 0)}
+    borders = random_documents(size * SHARD_ROWS, SHARD_ROWS / 2)
+    packed = {"causal": True, "cu_seqlens": borders}
     return (
         Case("window, contiguous", window, layout="contiguous"),
         Case("window, zigzag", window),
@@ -75,9 +77,10 @@ def named_points(size: int) -> dict[str, dict[str, Any]]:
         if size % team**2 == 0:
             route = {"name": "concentric", "team_size": team}
             schemes[f"WallFacer / StarTrail, C = {team}"] = {"route": route}
-    for rows in (r for r in (2, 4, 8) if size % r == 0 and r < size):
-        route = {"name": "mesh", "rows": rows, "cols": size // rows}
-        schemes[f"mesh {rows} x {size // rows}"] = {"route": route}
+    for rows in (2, 4, 8):
+        if size % rows == 0 and rows < size:
+            route = {"name": "mesh", "rows": rows, "cols": size // rows}
+            schemes[f"mesh {rows} x {size // rows}"] = {"route": route}
     return schemes
 
 
@@ -89,28 +92,27 @@ def units_sent(size: int, options: dict[str, Any], case: Case) -> float:
     def one_rank(comm: Communicator) -> int:
         sp = SequenceParallel(config, comm)
         head_counts = (HEADS, case.kv_heads, case.kv_heads)
-        whole = (torch.randn(1, size * ROWS, heads, HEAD_DIM) for heads in head_counts)
+        whole = (torch.randn(1, size * SHARD_ROWS, heads, HEAD_DIM) for heads in head_counts)
         borders = case.arguments.get("cu_seqlens")
         q, k, v = (sp.shard(x, dim=1, cu_seqlens=borders).requires_grad_() for x in whole)
         sp.attention(q, k, v, **case.arguments).sum().backward()
         return sum(sp.report().values())
 
-    unit = ROWS * HEADS * HEAD_DIM * 4  # bytes
+    unit = SHARD_ROWS * HEADS * HEAD_DIM * 4  # bytes
     return sum(run_threads(size, one_rank)) / size / unit
 
 
 def print_table(size: int, cases: tuple[Case, ...]) -> None:
     """Print a row for every scheme that fits."""
-    print(f"| scheme | {' | '.join(case.name for case in cases)} |")
-    print("|---" * (1 + len(cases)) + "|")
+    print_head("scheme", *(case.name for case in cases))
     for name, options in named_points(size).items():
-        cells = []
+        cells: list[str] = []
         for case in cases:
             try:
                 cells.append(f"{units_sent(size, options, case):.1f}")
             except ValueError:
                 cells.append("-")
-        print(f"| {name} | " + " | ".join(cells) + " |")
+        print_row(name, *cells)
 
 
 def main() -> None:
@@ -120,7 +122,7 @@ def main() -> None:
     size = parser.parse_args().ranks
     print(f"{size} ranks, {HEADS} heads of {HEAD_DIM}, float32, zigzag; torch {torch.__version__}")
     print_table(size, HEAD_CASES)
-    print(f"\nA causal window of a shard ({ROWS} tokens), and packed documents, causal")
+    print(f"\nA causal window of a shard ({SHARD_ROWS} tokens), and packed documents, causal")
     print_table(size, sparse_cases(size))
 
 

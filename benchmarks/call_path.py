@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from host_time import fake_job
-from measure import cpu_name
+from measure import cpu_name, print_head, print_row
 
 import wf_backends
 from wf_backends import SequenceParallel, SequenceParallelConfig
@@ -50,7 +50,7 @@ class CallPath:
         return sum(self.entered.values())
 
     def __str__(self) -> str:
-        return f"{self.files} | {self.functions} | {self.calls}"
+        return f"{self.files} files, {self.functions} functions, {self.calls} calls"
 
 
 def traced(work: Callable[[], Any]) -> tuple[Any, CallPath]:
@@ -91,14 +91,15 @@ def main() -> None:
     print(
         f"Rank {RANK} of {SIZE}, concentric in teams of 2, shards of {SHARD_ROWS} rows, zigzag.\n"
     )
-    print("| mask | what | files | functions | calls |\n|---|---|---|---|---|")
+    print_head("mask", "what", "files", "functions", "calls")
     for causal in (False, True):
         for name, path in paths(causal).items():
-            print(f"| {'causal' if causal else 'full'} | {name} | {path} |")
-            for code, count in Counter(path.entered).most_common() if args.functions else ():
-                print(
-                    f"    {count} {Path(code.co_filename).relative_to(PACKAGE)} {code.co_qualname}"
-                )
+            mask = "causal" if causal else "full"
+            print_row(mask, name, path.files, path.functions, path.calls)
+            if args.functions:
+                for code, count in Counter(path.entered).most_common():
+                    file = Path(code.co_filename).relative_to(PACKAGE)
+                    print(f"    {count} {file} {code.co_qualname}")
 
 
 if __name__ == "__main__":

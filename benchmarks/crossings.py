@@ -1,10 +1,11 @@
-"""How often a row crosses between hosts, on every route and mask; computed, no messages are sent.
+"""How often a row crosses between hosts, on every route and mask; computed, nothing is sent.
 
     python benchmarks/crossings.py --hosts 4 --ranks 4
 
-Ratio of bytes that cross between hosts to the minimum; forward / backward. The minimum: each row
-crosses once to each host that reads it, and its partial result once from each host. Keys stay on an
-all-gather, queries on other routes. "once": with "host_size" in the route.
+A cell has two ratios, forward / backward: bytes that cross between hosts / the minimum. At the
+minimum each row crosses once to each host that reads it, and its partial result crosses once from
+each host. Keys stay on an all-gather, queries stay on other routes. "once": the route has
+"host_size".
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from bytes import random_documents
+from measure import print_head, print_row
 
 from wf_backends.cost.workload import BACKWARD_KEYS, BACKWARD_QUERIES, FORWARD, PassKind
 from wf_backends.lowering import Problem, RowBytes, Shape, lower
@@ -34,9 +36,19 @@ from wf_backends.schedule import (
     size,
 )
 
-ROWS = 64  # of a rank
+SHARD_ROWS = 64
 SHAPE = Shape(batch=1, heads=8, kv_heads=8, head_dim=64, itemsize=2)
-Sent = tuple[int, int, str, int, Ranges]  # from, to, kind, bytes of a row, positions of the rows
+
+
+class Sent(NamedTuple):
+    """Rows that one rank sends to another; `rows` are positions in the sequence."""
+
+    source: int
+    target: int
+    side: str  # "walk" or "stay", the side of the schedule that they belong to
+    is_partial: bool  # partial results, which go to an owner; otherwise q, k or v
+    row_bytes: int
+    rows: Ranges
 
 
 def masks(tokens: int) -> dict[str, tuple[Mask, str]]:
@@ -51,69 +63,71 @@ def masks(tokens: int) -> dict[str, tuple[Mask, str]]:
     return {
         "full": (Mask(), "zigzag"),
         "causal": (Mask(CAUSAL), "zigzag"),
-        "window of 2 shards": (Mask(Band(2 * ROWS, 0)), "zigzag"),
-        "documents": (Mask(CAUSAL, random_documents(tokens, ROWS)), "document_zigzag"),
+        "window of 2 shards": (Mask(Band(2 * SHARD_ROWS, 0)), "zigzag"),
+        "documents": (Mask(CAUSAL, random_documents(tokens, SHARD_ROWS)), "document_zigzag"),
         "shared question": (shared, "balanced"),
     }
 
 
 def routes(hosts: int, per_host: int) -> Iterator[dict[str, Any]]:
     """The routes of the table; routes that gather over several hosts also with "host_size"."""
-    n = hosts * per_host
+    num_ranks = hosts * per_host
     yield {"name": "ring"}
     yield {"name": "double_ring", "inner": per_host}
     yield {"name": "mesh", "rows": per_host, "cols": hosts}
-    for team in (team for team in (2, 4) if n % team**2 == 0):
-        yield {"name": "concentric", "team_size": team}
-        if team < per_host:  # its sub-rings lie inside a host
-            yield {"name": "concentric", "team_size": team, "order": [0, 2, 1]}
-    over_hosts = [
-        {"name": "mesh", "rows": n // cols, "cols": cols} for cols in (2, 1) if cols < hosts
+    for team in (2, 4):
+        if num_ranks % team**2 == 0:
+            yield {"name": "concentric", "team_size": team}
+            if team < per_host:  # then this order has sub-rings inside a host
+                yield {"name": "concentric", "team_size": team, "order": [0, 2, 1]}
+    over_hosts: list[dict[str, Any]] = [
+        {"name": "mesh", "rows": num_ranks // cols, "cols": cols} for cols in (2, 1) if cols < hosts
     ]
     for route in (*over_hosts, {"name": "all_gather"}):
         yield route
         yield {**route, "host_size": per_host}
 
 
-def messages(problem: Problem, rows: RowBytes) -> Iterator[Sent]:
+def messages(problem: Problem, row_bytes: RowBytes) -> Iterator[Sent]:
     """Every message that any rank sends in a pass."""
+    walk, stay = row_bytes.walk, row_bytes.stay
     reads = Reads(problem)
     forwarding = Forwarding(reads, problem.kept)
     for rank in range(problem.schedule.num_ranks):
         program = lower(problem, rank)
-        stays, walks = reads.stay_layout[rank], reads.walk_layout[rank]
-        held = reads.stay_rows(rank)
-        parts = [(program.walk.send, walks, "walk", rows.walk.gathered)]
+        stay_shard, walk_shard = reads.stay_layout[rank], reads.walk_layout[rank]
+        stay_rows = reads.stay_rows(rank)
+        # (parcels, the rows that their ranges count in, side, partial results?, bytes of a row)
+        sends = [(program.walk.send, walk_shard, "walk", False, walk.gathered)]
         for index, step in enumerate(program.steps):
             walkers = forwarding.held(index, rank)
-            parts += [
-                (step.hop_out, walkers, "walk", rows.walk.row),
-                (step.owner_out, walks, "walk", rows.walk.row),
-            ]
-            partials = *step.partial_out, *step.home_out
-            parts.append((partials, walkers, "walk found", rows.walk.partial))
+            partials = (*step.partial_out, *step.home_out)
+            sends.append((step.hop_out, walkers, "walk", False, walk.row))
+            sends.append((step.owner_out, walk_shard, "walk", False, walk.row))
+            sends.append((partials, walkers, "walk", True, walk.partial))
             for gather_round in step.rounds:
-                parts.append((gather_round.fetch.send, stays, "stay", rows.stay.gathered))
-                parts.append((gather_round.home.send, held, "stay found", rows.stay.partial))
-        for parcels, local, kind, row_bytes in parts:
+                sends.append((gather_round.fetch.send, stay_shard, "stay", False, stay.gathered))
+                sends.append((gather_round.home.send, stay_rows, "stay", True, stay.partial))
+        for parcels, local, side, is_partial, nbytes in sends:
             for parcel in parcels:
-                yield rank, parcel.peer, kind, row_bytes, globalize(parcel.rows, local)
+                rows = globalize(parcel.rows, local)
+                yield Sent(rank, parcel.peer, side, is_partial, nbytes, rows)
 
 
-def crossings(problem: Problem, rows: RowBytes, per_host: int) -> str:
+def crossings(problem: Problem, row_bytes: RowBytes, per_host: int) -> str:
     """Bytes that cross between hosts / the minimum; "-" if no bytes cross."""
     crossed = 0
-    minimum: dict[tuple[str, int, int], int] = {}  # bytes of (kind, host, row)
-    for source, target, kind, row_bytes, ranges in messages(problem, rows):
-        source_host, target_host = source // per_host, target // per_host
+    minimum: dict[tuple[str, bool, int, int], int] = {}  # bytes of (side, is_partial, host, row)
+    for sent in messages(problem, row_bytes):
+        source_host, target_host = sent.source // per_host, sent.target // per_host
         if source_host == target_host:
             continue
-        crossed += size(ranges) * row_bytes
-        host = source_host if "found" in kind else target_host  # partial results leave a host
-        for start, stop in ranges:
+        crossed += size(sent.rows) * sent.row_bytes
+        host = source_host if sent.is_partial else target_host
+        for start, stop in sent.rows:
             for row in range(start, stop):
-                key = (kind, host, row)
-                minimum[key] = max(row_bytes, minimum.get(key, 0))
+                key = (sent.side, sent.is_partial, host, row)
+                minimum[key] = max(sent.row_bytes, minimum.get(key, 0))
     return f"{crossed / sum(minimum.values()):.2f}" if minimum else "-"
 
 
@@ -130,23 +144,25 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=4, help="of a host")
     args = parser.parse_args()
-    n = args.hosts * args.ranks
-    columns = masks(n * ROWS)
-    print(f"| route | {' | '.join(columns)} |\n{'|---' * (1 + len(columns))}|")
+    num_ranks = args.hosts * args.ranks
+    tokens = num_ranks * SHARD_ROWS
+    columns = masks(tokens)
+    print_head("route", *columns)
     for route in routes(args.hosts, args.ranks):
-        placed = read_placed(route, n)
+        placed = read_placed(route, num_ranks)
+        schedule = place(placed, num_ranks)
         cells: list[str] = []
         for mask, layout_name in columns.values():
-            borders = mask.cu_seqlens or (0, n * ROWS)
-            layout = make_layout(layout_name, n, n * ROWS, borders, mask.slices)
-            schedule, ratios = place(placed, n), list[str]()
+            borders = mask.cu_seqlens or (0, tokens)
+            layout = make_layout(layout_name, num_ranks, tokens, borders, mask.slices)
+            ratios: list[str] = []
             for kind in pass_kinds(placed):
                 problem = Problem(
                     schedule, layout, layout, mask, kind.queries_walk, host_size=placed.host_size
                 )
                 ratios.append(crossings(problem, kind.row_bytes(SHAPE), args.ranks))
             cells.append(" / ".join(ratios))
-        print(f"| {placed} | {' | '.join(cells)} |", flush=True)
+        print_row(placed, *cells)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import cores_and_load, cpu_name
+from measure import cores_and_load, cpu_name, print_head, print_row
 from peer_adapters import Attend, Setup, add_flash_attn_stand_in, schemes_of
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -33,10 +33,10 @@ Times = tuple[float, float]  # seconds of a forward, of a backward
 
 
 class FakePeersComm(GroupComm):
-    """A rank whose peers agree with every header that it sends, and send no rows."""
+    """A rank without peers: it receives copies of its own headers, and no rows."""
 
     header_seconds = 0.0
-    """Time to write the headers of peers, to be subtracted: a network does it without the host."""
+    """Time of copying the headers, to be subtracted: a network writes them without the host."""
 
     def post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         """Post as the group does; a received header is a copy of the sent one of the same shape."""
@@ -70,7 +70,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {cpu_name()}, {cores_and_load()}")
     print(f"Shards of {SHARD_ROWS} rows, {HEADS} heads of {HEAD_DIM}, float32, causal, zigzag.")
     print("Microseconds of a step, median (least), forward and backward:\n")
-    print("| ranks | scheme | forward | backward |\n|---|---|---|---|")
+    print_head("ranks", "scheme", "forward", "backward")
     for size in map(int, args.ranks.split(",")):
         report(size, args.repeats)
 
@@ -90,9 +90,9 @@ def report(size: int, repeats: int) -> None:
         for seconds in zip(*times_of_scheme, strict=True):  # forward, backward
             step_us = [1e6 * x / size for x in seconds]
             cells.append(f"{statistics.median(step_us):.0f} ({min(step_us):.0f})")
-        print(f"| {size} | {name} | {' | '.join(cells)} |")
+        print_row(size, name, *cells)
     cells = [f"{1e6 * seconds:.0f}" for seconds in time_operator()]
-    print(f"| 1 | torch's operator alone | {' | '.join(cells)} |")
+    print_row(1, "torch's operator alone", *cells)
 
 
 def take_turns(runs: Sequence[Callable[[], Times]], repeats: int) -> list[list[Times]]:
@@ -122,14 +122,16 @@ def time_operator() -> Times:
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     x = torch.zeros(1, HEADS, SHARD_ROWS, HEAD_DIM)
     out, lse = forward(x, x, x)
-    count = 300
-    times = []
-    for run in (partial(forward, x, x, x), partial(backward, x, x, x, x, out, lse, 0.0, False)):
-        start = time.perf_counter()
-        for _ in range(count):
-            run()
-        times.append((time.perf_counter() - start) / count)
-    return times[0], times[1]
+    run_forward = partial(forward, x, x, x)
+    run_backward = partial(backward, x, x, x, x, out, lse, 0.0, False)
+    return mean_seconds(run_forward), mean_seconds(run_backward)
+
+
+def mean_seconds(run: Callable[[], Any], count: int = 300) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        run()
+    return (time.perf_counter() - start) / count
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
     python benchmarks/kinds.py
 
-Predicted milliseconds on the real documents of three plans: the plan of a call with one document,
-the plan of a call with these documents (the planner sees their kind only), and the best plan for
-exactly these documents (searched among all plans, for up to 8 ranks). 32 heads of 128, 8,192 tokens
-a rank, causal, layout document_zigzag, log-normal lengths (sigma = 1) of the given median.
-Geometric means over random batches.
+Predicted milliseconds of three plans on the same documents: the plan of a call with one document,
+the plan of a call with these documents (the planner sees their kind, not their borders), and the
+best plan for exactly these documents (searched among all plans, for up to 8 ranks). 32 heads of
+128, 8,192 tokens a rank, causal, layout document_zigzag, log-normal lengths (sigma = 1) of the
+given median. Geometric means over random batches.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import replace
 from statistics import geometric_mean
 
 from bytes import random_documents
+from measure import print_head, print_row
 
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.config import SequenceParallelConfig
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=6)
     parser.add_argument("--ranks", default="8,16,32", help="separated by commas")
     args = parser.parse_args()
-    print(f"| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|")
+    print_head(*HEAD)
     for name in CLUSTERS:
         for ranks in map(int, args.ranks.split(",")):
             for kv_heads in (8, 32):
@@ -48,13 +49,12 @@ def main() -> None:
                 workload = Workload(shape, SHARD_TOKENS * ranks, Mask(CAUSAL))
                 request = Request(PRESETS[name].with_ranks(ranks), workload)
                 for median in MEDIANS:
-                    cells = [name, str(ranks), str(kv_heads), str(median)]
-                    cells += row(request, median, args.batches)
-                    print(f"| {' | '.join(cells)} |", flush=True)
+                    cells = times_and_gain(request, median, args.batches)
+                    print_row(name, ranks, kv_heads, median, *cells)
 
 
-def row(request: Request, median: int, batches: int) -> Iterator[str]:
-    """The cells: milliseconds of the three plans, and the gain, first / second."""
+def times_and_gain(request: Request, median: int, batches: int) -> Iterator[str]:
+    """The cells: ms of the three plans ("-" if not searched), and the first / the second."""
     times: list[tuple[float, float, float]] = []
     for seed in range(100, 100 + batches):
         mask = Mask(CAUSAL, random_documents(request.workload.seqlen, median, seed))
@@ -66,8 +66,10 @@ def row(request: Request, median: int, batches: int) -> Iterator[str]:
         if request.topology.size <= EXACT_UP_TO:
             best_s = best_plan(exact).cost.seconds
         times.append((one_document.cost.seconds, by_kind.cost.seconds, best_s))
-    means = [geometric_mean(column) if all(column) else 0.0 for column in zip(*times, strict=True)]
-    yield from (f"{1e3 * mean:.2f}" if mean else "-" for mean in means)
+    one_document_s, by_kind_s, best_s = zip(*times, strict=True)
+    means = geometric_mean(one_document_s), geometric_mean(by_kind_s)
+    yield from (f"{1e3 * mean:.2f}" for mean in means)
+    yield f"{1e3 * geometric_mean(best_s):.2f}" if all(best_s) else "-"
     yield f"{means[0] / means[1]:.2f}"
 
 

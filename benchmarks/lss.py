@@ -4,24 +4,38 @@
     torchrun --nproc-per-node 8 benchmarks/lss.py --tokens 4096
 
 One causal layer (attention and MLP), forward + backward, float32. A unit is the bytes of one
-rank's activation. `memory` is how far the process grew over the step at its peak, without weights
-and their gradients: of these LSS holds a whole layer on every rank (and averages the gradients
-once a step, the line below the table), Megatron 1 / P.
+rank's activation. `memory` is the peak of the process in a step minus its memory before the step,
+so it has no weights and gradients. Of these LSS holds a whole layer on every rank, and averages the
+gradients once a step (the line below the table); Megatron holds 1 / P of the layer.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
-from layers import Attend, Layer, cut_for_megatron, megatron_moves
-from measure import Counting, Measured, Scheme, Step, compare, counting_job, machine, measure
-from torch import Tensor
+from layers import Layer, cut_for_megatron, megatron_moves
+from measure import (
+    Counting,
+    Measured,
+    Scheme,
+    Step,
+    compare,
+    counting_job,
+    loss_step,
+    machine,
+    measure,
+    print_columns,
+)
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.dsp import chunk_sizes
 from wf_backends.parallel.gradients import GradientMean
+
+COLUMNS = {"scheme": "18", "collectives": "12.0f", "units": "8.2f", "full mask": "11.2f"}
+COLUMNS |= {"MB": "8.2f", "ms": "9.1f", "memory MB": "11.1f", "x time": "8.2f", "x memory": "10.2f"}
 
 
 def main() -> None:
@@ -48,8 +62,8 @@ def run_all(args: argparse.Namespace, comm: Counting) -> None:
     layer = Layer(args.dim, args.heads)
     for p in layer.parameters():
         p.grad = torch.zeros_like(p)
-    mean = GradientMean(comm)
-    (average,) = measure(comm, [lambda: mean(layer.parameters())], args.repeats)
+    average_gradients = GradientMean(comm)
+    (average,) = measure(comm, [lambda: average_gradients(layer.parameters())], args.repeats)
     if comm.rank == 0:
         print(machine(comm))
         show(args, comm.size, schemes, results, unit)
@@ -66,42 +80,29 @@ def make_schemes(args: argparse.Namespace, comm: Counting) -> list[Scheme]:
     layer = Layer(args.dim, args.heads)
     whole = torch.randn(1, args.tokens, args.dim, generator=torch.Generator().manual_seed(1))
     layout = "zigzag" if causal else "contiguous"
+    options = {"sequence_parallel_size": size, "layout": layout, "kernel": "sdpa"}
 
-    def rows_and_attention(sp: SequenceParallel) -> tuple[Tensor, Attend]:
-        local = sp.shard(whole).requires_grad_()
-        return local, lambda q, k, v: sp.attention(q, k, v, causal=causal)
+    def sequence_parallel_step(**more_options: str) -> Step:
+        config = SequenceParallelConfig.from_dict({**options, **more_options})
+        sp = SequenceParallel(config, comm)
+        attend = partial(sp.attention, causal=causal)
+        return loss_step(sp.shard(whole), lambda x: layer(x, attend))
 
-    common = {"sequence_parallel_size": size, "layout": layout, "kernel": "sdpa"}
-    lss = SequenceParallel(SequenceParallelConfig.from_dict({**common, "strategy": "lss"}), comm)
-    ring = SequenceParallel(SequenceParallelConfig.from_dict({**common, "route": "ring"}), comm)
-    alone = SequenceParallel(
-        SequenceParallelConfig(kernel="sdpa", layout=layout), comm.view([comm.rank])
-    )
-    part = cut_for_megatron(layer, comm.rank, size)
-    sizes = chunk_sizes(args.tokens, size)
-    gather, scatter = megatron_moves(comm, sizes)
-    rows = whole.split(sizes, 1)[comm.rank].clone().requires_grad_()
+    def megatron_step() -> Step:
+        config = SequenceParallelConfig(kernel="sdpa", layout=layout)
+        local_sp = SequenceParallel(config, comm.view([comm.rank]))
+        part = cut_for_megatron(layer, comm.rank, size)
+        sizes = chunk_sizes(args.tokens, size)
+        moves = megatron_moves(comm, sizes)
+        attend = partial(local_sp.attention, causal=causal)
+        return loss_step(whole.split(sizes, 1)[comm.rank], lambda x: part(x, attend, *moves))
 
-    def megatron(x: Tensor) -> Tensor:
-        return part(x, lambda q, k, v: alone.attention(q, k, v, causal=causal), gather, scatter)
-
+    peers = size - 1
     return [
-        Scheme("LSS Transformer", step_of(layer, *rows_and_attention(lss)), 4 * (size - 1)),
-        Scheme("Ring Attention", step_of(layer, *rows_and_attention(ring)), 6 * (size - 1)),
-        Scheme("Megatron-SP", lambda: run(rows, megatron), 8 * (size - 1)),
+        Scheme("LSS Transformer", sequence_parallel_step(strategy="lss"), 4 * peers),
+        Scheme("Ring Attention", sequence_parallel_step(route="ring"), 6 * peers),
+        Scheme("Megatron-SP", megatron_step(), 8 * peers),
     ]
-
-
-def step_of(layer: Layer, x: Tensor, attend: Attend) -> Step:
-    return lambda: run(x, lambda x: layer(x, attend))
-
-
-def run(x: Tensor, layer: Callable[[Tensor], Tensor]) -> float:
-    """Forward and backward of a loss in which all tokens have the same weight."""
-    loss = layer(x).square().sum()
-    loss.backward()
-    x.grad = None
-    return loss.item()
 
 
 def show(
@@ -109,15 +110,14 @@ def show(
 ) -> None:
     mask = "full" if args.full else "causal"
     print(f"{args.tokens} tokens, width {args.dim}, {args.heads} heads, {mask}, P = {size}")
-    print(f"{'scheme':18}{'collectives':>12}{'units':>8}{'full mask':>11}", end="")
-    print(f"{'MB':>8}{'ms':>9}{'memory MB':>11}{'x time':>8}{'x memory':>10}")
     first = results[0]
-    for scheme, got in zip(schemes, results, strict=True):
-        print(
-            f"{scheme.name:18}{got.collectives:12}{got.bytes_sent / unit:8.2f}{scheme.units:11.2f}"
-            f"{got.bytes_sent / 1e6:8.2f}{1e3 * got.seconds:9.1f}{got.peak_bytes / 1e6:11.1f}"
-            f"{got.seconds / first.seconds:8.2f}{got.peak_bytes / max(1, first.peak_bytes):10.2f}"
-        )
+    rows: list[list[Any]] = []
+    for scheme, result in zip(schemes, results, strict=True):
+        row = [scheme.name, result.collectives, result.bytes_sent / unit, scheme.units]
+        row += [result.bytes_sent / 1e6, 1e3 * result.seconds, result.peak_bytes / 1e6]
+        row += [result.seconds / first.seconds, result.peak_bytes / max(1, first.peak_bytes)]
+        rows.append(row)
+    print_columns(COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -260,23 +260,15 @@ def print_row(*cells: object) -> None:
     print(f"| {' | '.join(str(cell) for cell in cells)} |", flush=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table in fixed width; its numbers have `decimals` digits after the point."""
+def print_columns(formats: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> None:
+    """Print a table in columns of fixed width.
 
-    head: str
-    width: int
-    decimals: int = 0
-
-
-def print_columns(columns: Sequence[Column], rows: Iterable[tuple[str, Sequence[float]]]) -> None:
-    """Print a table in fixed width: in each row a name, in the first column, and its numbers."""
-    first, *others = columns
-    heads = "".join(f"{column.head:>{column.width}}" for column in others)
-    print(f"{first.head:{first.width}}{heads}")
-    for name, numbers in rows:
-        cells = (
-            f"{number:{column.width}.{column.decimals}f}"
-            for column, number in zip(others, numbers, strict=True)
-        )
-        print(f"{name:{first.width}}{''.join(cells)}")
+    Args:
+        formats: for the head of each column the format of its cells: a width such as "26" for the
+            first column, of names, and such as "9.2f" for the others, of numbers.
+    """
+    first, *others = formats
+    heads = "".join(f"{head:>{formats[head].partition('.')[0]}}" for head in others)
+    print(f"{first:{formats[first]}}{heads}")
+    for row in rows:
+        print("".join(f"{cell:{spec}}" for cell, spec in zip(row, formats.values(), strict=True)))

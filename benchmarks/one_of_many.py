@@ -14,6 +14,7 @@ import multiprocessing
 import resource
 import statistics
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 from host_time import fake_job
-from measure import cores_and_load, cpu_name
+from measure import cores_and_load, cpu_name, print_head, print_row
 from planning import packed_documents
 
 from wf_backends import SequenceParallelConfig
@@ -31,8 +32,8 @@ from wf_backends.parallel.attention import DistributedAttention
 from wf_backends.parallel.softmax import plain_softmax
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 
-ROWS, HEADS, KV_HEADS, HEAD_DIM = 2048, 32, 8, 128
-WINDOW, DOCUMENT = 4096, 8192
+SHARD_ROWS, HEADS, KV_HEADS, HEAD_DIM = 2048, 32, 8, 128
+WINDOW, MEAN_DOCUMENT = 4096, 8192  # tokens
 CONFIGS: dict[str, dict[str, Any]] = {
     "auto": {},
     "ring, ulysses_degree 8": {"ulysses_degree": 8, "route": "ring"},
@@ -46,16 +47,18 @@ def main() -> None:
     parser.add_argument("--ranks", default="8,64,512,4096", help="separated by commas")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {cpu_name()}, {cores_and_load()}, one core")
-    print(f"{ROWS} tokens a rank, {HEADS} heads on {KV_HEADS} key heads, h100-8x400g, zigzag.")
-    print(f"Window: {WINDOW} tokens; documents: of {DOCUMENT} tokens on average.\n")
-    print("| ranks | config | mask | before the first call | before each later one | memory |")
-    print("|---|---|---|---|---|---|")
+    print(
+        f"{SHARD_ROWS} tokens a rank, {HEADS} heads on {KV_HEADS} key heads, h100-8x400g, zigzag."
+    )
+    print(f"Window: {WINDOW} tokens; documents: of {MEAN_DOCUMENT} tokens on average.\n")
+    times = ("before the first call", "before each later one")
+    print_head("ranks", "config", "mask", *times, "memory")
     for size in map(int, args.ranks.split(",")):
         for config in CONFIGS:
             for mask in ("causal", "window", "documents"):
                 first, later, peak = in_fresh_process(size, config, mask)
-                cells = f"{1e3 * first:,.0f} ms | {1e6 * later:,.0f} us | {peak / 2**20:,.0f} MiB"
-                print(f"| {size} | {config} | {mask} | {cells} |", flush=True)
+                cells = [f"{1e3 * first:,.0f} ms", f"{1e6 * later:,.0f} us"]
+                print_row(size, config, mask, *cells, f"{peak / 2**20:,.0f} MiB")
 
 
 def in_fresh_process(size: int, config: str, mask: str) -> tuple[float, float, int]:
@@ -70,12 +73,12 @@ def plan_one(size: int, config: str, mask_name: str) -> tuple[float, float, int]
     torch.set_num_threads(1)
     sp_config = SequenceParallelConfig(sequence_parallel_size=size, **CONFIGS[config])
     topology = PRESETS["h100-8x400g"].with_ranks(size)
-    q = torch.zeros(1, ROWS, HEADS, HEAD_DIM, dtype=torch.bfloat16)
-    kv = torch.zeros(1, ROWS, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    q = torch.zeros(1, SHARD_ROWS, HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    kv = torch.zeros(1, SHARD_ROWS, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
     mask = masks(size)[mask_name]
     with fake_job(size, size // 2) as comm:
         attention = DistributedAttention(sp_config, comm, JobTopology(comm, None, topology, Path()))
-        run = partial(attention.call, q, kv, kv, mask, plain_softmax(HEAD_DIM), size * ROWS)
+        run = partial(attention.call, q, kv, kv, mask, plain_softmax(HEAD_DIM), size * SHARD_ROWS)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         first, later = seconds(run), [seconds(run) for _ in range(CALLS)]
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -84,11 +87,11 @@ def plan_one(size: int, config: str, mask_name: str) -> tuple[float, float, int]
 
 def masks(size: int) -> dict[str, Mask]:
     """The masks of the table for `size` ranks."""
-    documents = Mask(CAUSAL, packed_documents(DOCUMENT, size * ROWS))
+    documents = Mask(CAUSAL, packed_documents(MEAN_DOCUMENT, size * SHARD_ROWS))
     return {"causal": Mask(CAUSAL), "window": Mask(Band(WINDOW, 0)), "documents": documents}
 
 
-def seconds(run: partial[object]) -> float:
+def seconds(run: Callable[[], object]) -> float:
     """Seconds of one call."""
     start = time.perf_counter()
     run()

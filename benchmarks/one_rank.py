@@ -1,7 +1,7 @@
 """Time what one rank of many computes, relative to one attention call with the same FLOPs.
 
-There is no network and no other rank: received rows are copies of random rows. So the times include
-kernels, merges and copies, and no waiting. The one call is torch's attention of the whole sequence
+There is no network and no other rank: received rows are copies of random rows. So the times are of
+kernels, merges and copies, without waiting. The one call is torch's attention of the whole sequence
 with 1 / ranks of the heads.
 
     python benchmarks/one_rank.py                          # a CPU: 4 ranks, 8,192 tokens, float32
@@ -21,7 +21,7 @@ from statistics import mean, median
 import torch
 from bytes import named_points
 from layers import torch_attention
-from measure import cores_and_load, cpu_name
+from measure import cores_and_load, cpu_name, print_head, print_row
 from torch import Tensor
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
@@ -32,8 +32,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 ONE_CALL = "one call"
 
 
-class Landed:
-    """Messages that have arrived."""
+class Arrived:
+    """The pending object of messages that have arrived already."""
 
     def wait(self) -> None: ...
 
@@ -41,10 +41,10 @@ class Landed:
 
 
 class Alone(Communicator):
-    """A rank whose peers send the same headers as itself, and rows of `noise`.
+    """A rank without peers: it receives its own headers, and rows that are copies of `noise`.
 
     Args:
-        noise: by dtype of the messages, a finite tensor longer than any message.
+        noise: by dtype of the messages, a finite 1-d tensor that is longer than any message.
     """
 
     def __init__(self, rank: int, size: int, noise: Mapping[torch.dtype, Tensor]) -> None:
@@ -59,7 +59,7 @@ class Alone(Communicator):
                 x.copy_(self.noise[x.dtype][: x.numel()].view(x.shape))
             else:
                 x.copy_(headers[x.shape, x.dtype])
-        return Landed()
+        return Arrived()
 
 
 class Clock:
@@ -80,19 +80,19 @@ def main() -> None:
     args = parse()
     torch.set_num_threads(1)
     print(heading(args))
-    head = "scheme", "forward", "backward", "x, median (least to most)", "x, least", "mean of ranks"
-    print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
+    ratios = ("x, median (least to most)", "x, least", "mean of ranks")
+    print_head("scheme", "forward", "backward", *ratios)
     turns = take_turns(without_failures(make_runs(args)), args.repeats)
     for name in turns[0]:
-        print(line(name, turns), flush=True)
+        print_row(name, *cells(name, turns))
 
 
 def heading(args: argparse.Namespace) -> str:
     """A line with the arguments and the machine."""
     cuda = args.device == "cuda"
-    where = torch.cuda.get_device_name() if cuda else f"{cpu_name()}, one thread"
+    device = torch.cuda.get_device_name() if cuda else f"{cpu_name()}, one thread"
     return (
-        f"torch {torch.__version__}, {where}, {cores_and_load()} before. One of {args.ranks} "
+        f"torch {torch.__version__}, {device}, {cores_and_load()} before. One of {args.ranks} "
         f"ranks, {args.tokens} tokens, {args.heads} query and {args.kv_heads} key heads of "
         f"{args.head_dim}, {args.dtype}, causal, zigzag; {args.repeats} repeats in turns. Seconds "
         f"of {'the device' if cuda else 'CPU'} time, medians of the rank with the largest. "
@@ -112,7 +112,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"])
     parser.add_argument("--repeats", type=int, default=7, help="after a warm-up")
     parser.add_argument("--schemes", default="", help="parts of names, separated by commas")
-    parser.add_argument("--rank", type=int, help="the one to play; all in turn if not given")
+    parser.add_argument("--rank", type=int, help="the rank to play; all in turn if not given")
     args = parser.parse_args()
     if args.heads % args.ranks or args.kv_heads % args.ranks or args.tokens % (2 * args.ranks):
         parser.error("--ranks must divide --heads and --kv-heads, and twice of it --tokens")
@@ -198,21 +198,19 @@ def take_turns(
     return turns[1:]
 
 
-def line(name: str, turns: Sequence[Mapping[str, Sequence[Times]]]) -> str:
-    """A row of the table."""
-    one_call = [sum(turn[ONE_CALL][0]) for turn in turns]
+def cells(name: str, turns: Sequence[Mapping[str, Sequence[Times]]]) -> list[str]:
+    """The cells of a scheme, without its name."""
+    one_call = [sum(turn[ONE_CALL][0]) for turn in turns]  # seconds of each turn
     ranks = range(len(turns[0][name]))
     seconds = [[sum(turn[name][rank]) for turn in turns] for rank in ranks]
-    ratios = [[x / one for x, one in zip(row, one_call, strict=True)] for row in seconds]
+    ratios = [[a / b for a, b in zip(of_rank, one_call, strict=True)] for of_rank in seconds]
     slowest = max(ranks, key=lambda rank: median(ratios[rank]))
-    least = [min(row) / min(one_call) for row in seconds]
+    best_ratios = [min(of_rank) / min(one_call) for of_rank in seconds]
     forward = median(turn[name][slowest][0] for turn in turns)
     backward = median(turn[name][slowest][1] for turn in turns)
-    ratio = ratios[slowest]
-    cells = [name, f"{forward:.4f} s", f"{backward:.4f} s"]
-    cells += [f"{median(ratio):.2f} ({min(ratio):.2f} to {max(ratio):.2f})"]
-    cells += [f"{max(least):.2f}", f"{mean(least):.2f}"]
-    return f"| {' | '.join(cells)} |"
+    low, middle, high = min(ratios[slowest]), median(ratios[slowest]), max(ratios[slowest])
+    times = [f"{forward:.4f} s", f"{backward:.4f} s", f"{middle:.2f} ({low:.2f} to {high:.2f})"]
+    return [*times, f"{max(best_ratios):.2f}", f"{mean(best_ratios):.2f}"]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Errors of partial results that are sent in bfloat16, compared with other ways to sum.
+"""Errors of sending partial results in bfloat16, compared with other ways to sum them.
 
-Causal attention of bfloat16 tensors, all ranks as threads. The errors of out, dq, dk and dv are
-relative root mean square errors to float64 attention of the same tensors.
+Causal attention of bfloat16 tensors; all ranks are threads. The errors of out, dq, dk and dv are
+relative root mean square errors, compared with float64 attention of the same tensors.
 
 - float32: `"partials": "float32"`, the default.
 - activation: `"partials": "activation"`: summed in float32, rounded to bfloat16 for every message.
@@ -19,7 +19,7 @@ import platform
 from collections.abc import Iterator
 
 import torch
-from measure import cpu_name
+from measure import cpu_name, print_head, print_row
 from torch import Tensor
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
@@ -64,7 +64,11 @@ def ours(comm: Communicator, route: object, partials: str) -> list[Tensor]:
 
 
 def ring_flash_attn(ranks: int, sums: torch.dtype) -> list[Tensor]:
-    """Its plain ring, all ranks in one process; dk and dv are summed in `sums`."""
+    """The plain ring of ring-flash-attn, all ranks in one process; `sums`: the dtype of dk and dv.
+
+    Returns:
+        out, dq, dk, dv of the whole sequence, in bfloat16.
+    """
     spec = KernelSpec("cpu", torch.bfloat16, HEAD_DIM, HEADS, HEADS)
     kernel = select("sdpa", spec)
     q, k, v, dout = (x.chunk(ranks, 1) for x in tensors())
@@ -96,10 +100,11 @@ def origins(rank: int, ranks: int) -> Iterator[int]:
     return (rank - step for step in range(ranks) if step <= rank)
 
 
-def errors(results: list[Tensor], expected: list[Tensor]) -> str:
+def errors(results: list[Tensor], expected: list[Tensor]) -> list[str]:
     """Relative root mean square errors, in thousandths."""
     pairs = zip(results, expected, strict=True)
-    return " | ".join(f"{1e3 * ((a.double() - b).norm() / b.norm()).item():.2f}" for a, b in pairs)
+    ratios = [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
+    return [f"{1e3 * ratio:.2f}" for ratio in ratios]
 
 
 def route_config(name: str, ranks: int) -> object:
@@ -121,18 +126,16 @@ def main() -> None:
     print(
         f"{HEAD_DIM}; torch {torch.__version__}, Python {platform.python_version()}, {cpu_name()}\n"
     )
-    print(f"| ranks | route | sums | {' | '.join(NAMES)} |\n|---|---|---|---|---|---|---|")
+    print_head("ranks", "route", "sums", *NAMES)
     for ranks in args.ranks:
         for name in ROUTES:
             for partials in ("float32", "activation"):
                 route = route_config(name, ranks)
                 results = run_threads(ranks, ours, route, partials, timeout=600)[0]
-                print(
-                    f"| {ranks} | {name} | {partials} | {errors(results, expected)} |", flush=True
-                )
+                print_row(ranks, name, partials, *errors(results, expected))
         for label, sums in (("ring-flash-attn", torch.float32), ("bfloat16", torch.bfloat16)):
             results = ring_flash_attn(ranks, sums)
-            print(f"| {ranks} | its ring | {label} | {errors(results, expected)} |", flush=True)
+            print_row(ranks, "its ring", label, *errors(results, expected))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import random
 import time
 from itertools import accumulate
 
+from measure import print_head, print_row
+
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.config import SequenceParallelConfig
 from wf_backends.lowering.derivation import Problem, lower
@@ -54,24 +56,24 @@ def time_planning(num_ranks: int, seqlen: int, mask: Mask) -> float:
 def main() -> None:
     """Print the tables."""
     print(f"{SEQLEN} tokens, zigzag, causal; Python {platform.python_version()}, one core, ms")
-    print("| route | ranks | one document | documents of 8,192 tokens |")
-    print("|---|---|---|---|")
+    print_head("route", "ranks", "one document", "documents of 8,192 tokens")
     documents = packed_documents(8192)
     for num_ranks in (8, 64, 256):
         routes = {"ring": ring(num_ranks), "mesh 8": mesh(8, num_ranks // 8)}
         if num_ranks % 16 == 0:
             routes["concentric 4"] = concentric(num_ranks, 4)
         for name, schedule in routes.items():
-            times = [time_lowering(schedule, Mask(CAUSAL, cu)) for cu in (None, documents)]
-            print(f"| {name} | {num_ranks} | " + " | ".join(f"{t:,.0f}" for t in times) + " |")
+            masks = Mask(CAUSAL), Mask(CAUSAL, documents)
+            times = [time_lowering(schedule, mask) for mask in masks]
+            print_row(name, num_ranks, *(f"{ms:,.0f}" for ms in times))
     print("\nchoosing a plan, everything left open, 32 heads on 8 key heads, h100-8x400g, ms")
-    print("| ranks | first length | another length | window of 8,192 | documents of 8,192 tokens |")
-    print("|---|---|---|---|---|")
+    sparse_columns = ("window of 8,192", "documents of 8,192 tokens")
+    print_head("ranks", "first length", "another length", *sparse_columns)
     sparse_masks = Mask(Band(8192, 0)), Mask(CAUSAL, documents)
     for num_ranks in (2, 4, 8, 16, 32, 64, 256, 4096):
         times = [time_planning(num_ranks, seqlen, Mask(CAUSAL)) for seqlen in (SEQLEN, SEQLEN // 2)]
         times += [time_planning(num_ranks, SEQLEN, mask) for mask in sparse_masks]
-        print(f"| {num_ranks} | " + " | ".join(f"{t:,.0f}" for t in times) + " |")
+        print_row(num_ranks, *(f"{ms:,.0f}" for ms in times))
 
 
 if __name__ == "__main__":
