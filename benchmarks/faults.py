@@ -5,9 +5,8 @@ Starts jobs of 4 ranks under mpirun, in which rank 1 makes a fault in a layer of
 
     python benchmarks/faults.py > benchmarks/results/faults.md
 
-36 rows, each a job of 4 new processes: about 10 minutes on 2 cores at rest, half an hour on a busy
-machine. Every row comes: a job has 10 minutes to get to its fault. `--kinds`, `--transports` take
-some of them.
+36 rows, each a job of 4 new processes: about 10 minutes on 2 idle cores, half an hour on a busy
+machine. A job has 10 minutes to reach its fault. `--kinds` and `--transports` select rows.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import torch
 from fault_rank import CALLS, ENDINGS, SKIPS, TENSORS
-from measure import cores_and_load, cpu_name
+from measure import cores_and_load, cpu_name, print_head, print_row
 
 RANKS, TIMEOUT_S = 4, 15
 START_S, END_S = 600, 120  # longest time until the fault, and from it to the job's end
@@ -45,9 +44,7 @@ torch {torch.__version__}, Python {platform.python_version()}, {{machine}}.
 {RANKS} ranks under mpirun, timeout {TIMEOUT_S} s; rank 1 makes the fault in its third step.
 Seconds from the fault to the end of the last process (ended from outside after {END_S} s), the
 job's exit code, how many reports of the fault were printed, the first error of another rank.
-
-| fault | transport | seconds | exit code | reports | message |
-|---|---|---|---|---|---|"""
+"""
 
 
 def main() -> None:
@@ -57,28 +54,29 @@ def main() -> None:
     parser.add_argument("--transports", default=",".join(TRANSPORTS))
     args = parser.parse_args()
     print(HEAD.format(machine=f"{cpu_name()},\n{cores_and_load()}"), flush=True)
+    print_head("fault", "transport", "seconds", "exit code", "reports", "message")
     for kind in args.kinds.split(","):
         for transport in args.transports.split(","):
-            print(f"| {kind} | {transport} | {' | '.join(run(kind, transport))} |", flush=True)
+            print_row(kind, transport, *run(kind, transport))
 
 
 def run(kind: str, transport: str) -> list[str]:
     """The cells of one job."""
     with tempfile.TemporaryDirectory() as folder:
         rank = [sys.executable, str(Path(__file__).with_name("fault_rank.py"))]
-        more = [kind, transport, folder, "--timeout", str(TIMEOUT_S)]
+        arguments = [kind, transport, folder, "--timeout", str(TIMEOUT_S)]
         fault, printed = Path(folder, "fault"), Path(folder, "printed")
         with printed.open("wb") as file:
             job = subprocess.Popen(
-                [*MPIRUN, "-n", str(RANKS), *rank, *more],
+                [*MPIRUN, "-n", str(RANKS), *rank, *arguments],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
             code = wait_for_end(job, fault)
         end, text = time.time(), printed.read_text(errors="replace")
-        took = f"{end - float(fault.read_text()):.1f}" if fault.exists() else "no fault"
-        return [took, code, str(text.count(REPORT)), message(text)]
+        seconds = f"{end - float(fault.read_text()):.1f}" if fault.exists() else "no fault"
+        return [seconds, code, str(text.count(REPORT)), message(text)]
 
 
 def wait_for_end(job: subprocess.Popen[bytes], fault: Path) -> str:

@@ -49,8 +49,9 @@ def main() -> None:
                 continue
             full = full or theirs
             show(args.device, args.rows, dtype, band, ours, theirs, full)
-        took = merge_ms(args, dtype)
-        print(f"{dtype}: a merge takes {took:.3f} ms, {took / full[0]:.3f} of torch's full forward")
+        merge_time = merge_ms(args, dtype)
+        share = merge_time / full[0]
+        print(f"{dtype}: a merge takes {merge_time:.3f} ms, {share:.3f} of torch's full forward")
 
 
 def parse() -> argparse.Namespace:
@@ -84,16 +85,20 @@ def measure(
     args: argparse.Namespace, dtype: torch.dtype, band: Band
 ) -> tuple[list[float], list[float]]:
     """[forward, backward] in ms, of ours and of torch's."""
-    ours, theirs = our_calls(args, dtype, band), torch_calls(args, dtype, band)
-    both = zip(ours, theirs, strict=True)
-    pairs = [best_of((a, b), args.repeats, args.device) for a, b in both]
-    return [a for a, _ in pairs], [b for _, b in pairs]
+    ours: list[float] = []
+    theirs: list[float] = []
+    calls = zip(our_calls(args, dtype, band), torch_calls(args, dtype, band), strict=True)
+    for our_call, torch_call in calls:
+        our_ms, torch_ms = best_of((our_call, torch_call), args.repeats, args.device)
+        ours.append(our_ms)
+        theirs.append(torch_ms)
+    return ours, theirs
 
 
 def rows_first(args: argparse.Namespace, heads: int, dtype: torch.dtype) -> Tensor:
     """(1, rows, heads, head_dim) seen from a rows-first buffer, as the runtime's are."""
-    drawn = torch.randn(args.rows, 1, heads, args.head_dim)
-    return drawn.to(args.device, dtype).permute(1, 0, 2, 3)
+    buffer = torch.randn(args.rows, 1, heads, args.head_dim)
+    return buffer.to(args.device, dtype).permute(1, 0, 2, 3)
 
 
 def our_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> list[Callable]:
@@ -158,13 +163,11 @@ def show(
 ) -> None:
     share = band_mask(rows, rows, band, torch.device(device)).float().mean().item()
     name = str(dtype).removeprefix("torch.")
-    for index, way in enumerate(("forward", "backward")):
-        a, b = ours[index], theirs[index]
-        work = a / (full[index] * share)
-        print(
-            f"{name:9} {str(band):32} {way:8} {a:8.2f} {b:8.2f} {a / b:6.2f} {work:7.2f}",
-            flush=True,
-        )
+    passes = zip(("forward", "backward"), ours, theirs, full, strict=True)
+    for pass_name, our_ms, torch_ms, full_ms in passes:
+        figures = f"{our_ms:8.2f} {torch_ms:8.2f} {our_ms / torch_ms:6.2f}"
+        x_work = our_ms / (full_ms * share)
+        print(f"{name:9} {str(band):32} {pass_name:8} {figures} {x_work:7.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,22 +7,22 @@
 # host: one NIC a host. A namespace is a host, and its ranks reach each other over its loopback.
 # rank: one NIC a rank. A namespace is a rank: eth0 is its NIC; `fast`, unshaped, leads to the other
 #       ranks of its host, by routes to their addresses.
-# Every NIC is shaped both ways by tc tbf: on eth0 what leaves, on the switch's port what comes in.
-# Frames of 9,000 bytes, no added delay, queues that drop nothing, TCP Reno. At a thousandth of a real
-# network's rate some buffers must be small, too: a socket keeps 128 KiB, so that a send ends when
-# nearly all of it has left, and a rank that is ahead does not crowd the NIC with its next messages
-# while its last ones are on the way; and 32 KiB of it stand in the NIC's queue, so that messages to
-# several ranks share the NIC evenly. Needs root and iproute2.
-# All traffic stays on this machine. The output of rank 0 is printed, that of the others if one
-# fails. Names begin with LAB_NAME (default wflab): two labs at once need two names.
+# Every NIC is shaped in both directions by tc tbf: on eth0 what leaves, on the switch's port what
+# comes in. Frames of 9,000 bytes, no added delay, queues that drop nothing, TCP Reno. The rate is a
+# thousandth of a real network's, so some buffers are small, too. A socket keeps 128 KiB: a send ends
+# when nearly all of it has left, and a rank that is ahead does not fill the NIC with its next
+# messages while the previous ones are on the way. 32 KiB of a socket stand in the NIC's queue:
+# messages to several ranks share the NIC evenly. Needs root and iproute2.
+# All traffic stays on this machine. The output of rank 0 is printed; if a rank fails, that of the
+# others too. Names begin with LAB_NAME (default wflab): two labs at once need two names.
 set -euo pipefail
 
-hosts=$1 per=$2 nics=$3 rate=$4
+hosts=$1 per_host=$2 nics=$3 rate=$4
 shift 4
 name=${LAB_NAME:-wflab} switch=${LAB_NAME:-wflab}sw
 case $nics in
 host) spaces=$hosts ;;
-rank) spaces=$((hosts * per)) ;;
+rank) spaces=$((hosts * per_host)) ;;
 *) echo "the third argument must be host or rank, got $nics" >&2; exit 2 ;;
 esac
 logs=$(mktemp -d)
@@ -74,10 +74,10 @@ for ((i = 0; i < spaces; i++)); do
 done
 if [ "$nics" = rank ]; then
     for ((i = 0; i < spaces; i++)); do
-        host=$((i / per))
-        if ((i % per == 0)); then bridge "inside$host" 65000; fi
+        host=$((i / per_host))
+        if ((i % per_host == 0)); then bridge "inside$host" 65000; fi
         plug "$name$i" fast "fast$i" "inside$host" 65000
-        for ((j = host * per; j < (host + 1) * per; j++)); do
+        for ((j = host * per_host; j < (host + 1) * per_host; j++)); do
             if ((j != i)); then
                 ip -n "$name$i" route add "10.78.0.$((j + 1))/32" dev fast src "10.78.0.$((i + 1))"
             fi
@@ -85,12 +85,12 @@ if [ "$nics" = rank ]; then
     done
 fi
 
-export WORLD_SIZE=$((hosts * per)) LOCAL_WORLD_SIZE=$per OMP_NUM_THREADS=1
+export WORLD_SIZE=$((hosts * per_host)) LOCAL_WORLD_SIZE=$per_host OMP_NUM_THREADS=1
 export MASTER_ADDR=10.78.0.1 MASTER_PORT=29512 GLOO_SOCKET_IFNAME=eth0
 export LAB_HOSTS=$hosts LAB_NICS=$nics LAB_RATE=$rate
 start() { # rank
     local space=$(($1 * spaces / WORLD_SIZE))
-    exec env RANK="$1" LOCAL_RANK=$(($1 % per)) ip netns exec "$name$space" "${command[@]}"
+    exec env RANK="$1" LOCAL_RANK=$(($1 % per_host)) ip netns exec "$name$space" "${command[@]}"
 }
 command=("$@")
 for ((rank = 0; rank < WORLD_SIZE; rank++)); do

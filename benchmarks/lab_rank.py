@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from bytes import random_documents
-from lab_report import CALM
+from lab_report import MAX_STEAL
 from lab_schemes import Scheme, make_attention, schemes
 from lab_timeline import Timeline, measured_phases, predicted_phases
 from measure import cpu_name, gather_values
@@ -111,7 +111,7 @@ def run_case(args: argparse.Namespace, comm: Timeline) -> dict[str, Any]:
     chosen = [schemes(request) if comm.rank == 0 else None]  # rank 0 chooses for all
     dist.broadcast_object_list(chosen, src=0)
     assert chosen[0] is not None
-    compared = [s for s in chosen[0] if not args.only or s.name in args.only]
+    compared = [scheme for scheme in chosen[0] if not args.only or scheme.name in args.only]
     steps = [make_step(scheme, workload, comm) for scheme in compared]
     check_same_results(comm, steps)
     runs, later = take_turns(comm, steps, hosts, args.repeats)
@@ -147,12 +147,12 @@ def with_documents(workload: Workload, median: int) -> Workload:
 
 
 def with_least_steal(comm: Timeline, work: Callable[[], Timed]) -> Timed:
-    """Repeat `work` while steal time is above CALM; the result with the least, by all ranks.
+    """Repeat `work` while steal time is above MAX_STEAL; the result with the least steal time.
 
-    Every rank gets the same share of steal time (the largest rank's), and so the same decision.
+    All ranks use the share of the rank that has the largest, so that they decide alike.
     """
     results: list[Timed] = []
-    while len(results) < MAX_TRIES and (not results or results[-1].stolen > CALM):
+    while len(results) < MAX_TRIES and (not results or results[-1].stolen > MAX_STEAL):
         steal_before, total_before = cpu_ticks()
         result = work()
         steal, total = cpu_ticks()

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from statistics import median_high
 from typing import Any
 
-from lab_schemes import AGAIN, AT_ONCE, AUTO, BASELINES, RING, UNTOLD
+from lab_schemes import AUTO, BASELINES, KEEPS_NOTHING, ONE_DOCUMENT, RING, WHOLE_HEADS
+from measure import table_head, table_row
 
-CALM = 0.04  # largest share of steal time of a measurement that counts
+MAX_STEAL = 0.04  # largest share of steal time of a measurement that is not repeated
 # Targets:
 MAX_ERROR = 0.10  # of a prediction, relative to it
 MAX_SLOWDOWN = 1.05  # time of auto / time of the fastest scheme
@@ -19,28 +20,27 @@ HEAD = """\
 
     python benchmarks/lab.py
 
-Hosts are network namespaces of one machine, NICs are shaped by `tc tbf` (`benchmarks/lab_hosts.sh`
-says how); no added delay, gloo. One NIC a host: its ranks
-share it, and reach each other over the loopback. One NIC a rank: a rank's traffic to other hosts
-goes through its own NIC, that to its own host over an unshaped link. A step is forward + backward,
-float32, causal, zigzag, head_dim 64.
+Hosts are network namespaces of one machine; NICs are shaped by `tc tbf` (`benchmarks/lab_hosts.sh`
+says how), without added delay; gloo. One NIC a host: its ranks share it, and reach each other over
+the loopback. One NIC a rank: messages to other hosts go through it, messages inside the host over
+an unshaped link. A step is forward + backward, float32, causal, zigzag, head_dim 64.
 
 Named schemes are as a config names them: rank order, the same route in both passes, keys walking.
 `auto` is the planner's choice of head split, routes, placements, walking side and of what stays in
 memory from the forward to the backward ("keep_gathered": "auto"); `auto, gathers again` keeps
-nothing. Packed documents are of drawn lengths, on the layout document_zigzag; `auto` is told of
-which kind they are, `auto, one document` that there is one.
+nothing. Packed documents have random lengths and the layout document_zigzag; `auto` is planned for
+documents of this kind, `auto, one document` as if there were one document.
 
-Predictions know what `bench-links` measures, and nothing else. The cores are a share of a machine
-that others use, too. So the topology is measured before the schemes are chosen, and once more after
-every round of them: the median of each figure is what predictions go by. `first ratio` is by what
-was measured first alone, as a user's plan would be. What ran while others had more than
-{calm:.0f} % of the cores' time ran again, up to twice, and the calmest counts; what they had in
-those is said with each case.
+Predictions use only what `bench-links` measures. The cores are shared with other virtual machines,
+so the topology is measured before the schemes are chosen, and again after every round of them;
+predictions use the median of each figure. `first ratio` uses the first measurement alone, as the
+plan of a user would. A run in which others had more than {calm:.0f} % of the cores' time was
+repeated, up to twice, and the run in which they had least counts; each case says how much they had.
 
-Seconds are the slowest rank's, median of {repeats} after one step that is not counted, schemes
-taking turns; spread is (largest - smallest) / median, ratio measured / predicted. MB go through the
-busiest NIC, one way; measured ones are the NICs' counters, with headers and acknowledgements."""
+Seconds are the slowest rank's, the median of {repeats} after one step that is not counted; schemes
+take turns. Spread is (largest - smallest) / median, ratio is measured / predicted. MB go through
+the busiest NIC in one direction; measured MB are the NIC's counters, with headers and
+acknowledgements."""
 
 
 def report(cases: Mapping[str, dict[str, Any]]) -> str:
@@ -50,7 +50,7 @@ def report(cases: Mapping[str, dict[str, Any]]) -> str:
     first = next(iter(cases.values()))
     repeats = len(first["schemes"][0]["runs"])
     parts = [
-        HEAD.format(repeats=repeats, calm=100 * CALM),
+        HEAD.format(repeats=repeats, calm=100 * MAX_STEAL),
         "## Targets\n\n" + "\n".join(target_lines(cases)),
     ]
     parts += ["\n".join(case_lines(name, case)) for name, case in cases.items()]
@@ -70,21 +70,16 @@ def case_lines(name: str, case: Mapping[str, Any]) -> Iterator[str]:
         f"Topology, measured {len(case['topologies'])} times in at most "
         f"{case['measured_in_s']:.1f} s: {links(case)}.\n"
     )
-    yield (
-        "| scheme | predicted s | of it computing | measured s | spread | ratio | first ratio | "
-        "MB predicted | MB measured |"
-    )
-    yield "|---|---|---|---|---|---|---|---|---|"
-    schemes = sorted(case["schemes"], key=seconds)
-    for scheme in schemes:
-        measured, expected = seconds(scheme), scheme["predicted_s"]
-        yield (
-            f"| {scheme['name']} | {expected:.2f} | {scheme['predicted_compute_s']:.2f} | "
-            f"{measured:.2f} | {100 * spread(scheme):.0f} % | {measured / expected:.2f} | "
-            f"{measured / scheme['predicted_first_s']:.2f} | "
-            f"{scheme['predicted_nic_bytes'] / 1e6:.1f} | {megabytes(scheme):.1f} |"
-        )
-    for name in (AUTO, AGAIN, AT_ONCE, UNTOLD):
+    head = ("scheme", "predicted s", "of it computing", "measured s", "spread", "ratio")
+    yield table_head(*head, "first ratio", "MB predicted", "MB measured")
+    for scheme in sorted(case["schemes"], key=seconds):
+        measured, predicted = seconds(scheme), scheme["predicted_s"]
+        cells = [scheme["name"], f"{predicted:.2f}", f"{scheme['predicted_compute_s']:.2f}"]
+        cells += [f"{measured:.2f}", f"{100 * spread(scheme):.0f} %"]
+        cells += [f"{measured / predicted:.2f}", f"{measured / scheme['predicted_first_s']:.2f}"]
+        cells += [f"{scheme['predicted_nic_bytes'] / 1e6:.1f}", f"{megabytes(scheme):.1f}"]
+        yield table_row(*cells)
+    for name in (AUTO, KEEPS_NOTHING, WHOLE_HEADS, ONE_DOCUMENT):
         if name in by_name(case):
             yield f"\n`{name}`: {by_name(case)[name]['plan']}"
 
@@ -123,16 +118,13 @@ def target_lines(cases: Mapping[str, dict[str, Any]]) -> Iterator[str]:
         f"{100 * MAX_SLOWDOWN - 100:.0f} % of the fastest scheme. Where heads are "
         f"fewer than ranks and every rank has a NIC:\n3. `auto` at least {RING_SPEEDUP} x as fast "
         f"as the ring, and 4. {BASELINE_SPEEDUP} x as fast as the best of USP and the double ring. "
-        f"After the comma: `{AGAIN}`.\n"
+        f"After the comma: `{KEEPS_NOTHING}`.\n"
     )
-    yield (
-        "| case | 1. furthest ratio | rows within | 2. auto / fastest | 3. over the ring | "
-        "4. over USP, double ring |"
-    )
-    yield "|---|---|---|---|---|---|"
+    head = ("case", "1. furthest ratio", "rows within", "2. auto / fastest", "3. over the ring")
+    yield table_head(*head, "4. over USP, double ring")
     for name, case in cases.items():
         if AUTO in by_name(case) and RING in by_name(case):
-            yield f"| {name} | " + " | ".join(verdicts(case)) + " |"
+            yield table_row(name, *verdicts(case))
 
 
 def verdicts(case: Mapping[str, Any]) -> list[str]:
@@ -148,19 +140,20 @@ def verdicts(case: Mapping[str, Any]) -> list[str]:
     slowdown = times[AUTO] / times[best]
     baselines = {name: time for name, time in times.items() if name.startswith(BASELINES)}
     baseline = min(baselines, key=baselines.__getitem__)
-    ring, gain = (time / times[AUTO] for time in (times[RING], baselines[baseline]))
-    ring_again, gain_again = (time / times[AGAIN] for time in (times[RING], baselines[baseline]))
+    ring_speedup, speedup = times[RING] / times[AUTO], times[baseline] / times[AUTO]
+    plain_ring_speedup = times[RING] / times[KEEPS_NOTHING]
+    plain_speedup = times[baseline] / times[KEEPS_NOTHING]
     few_heads = case["model"]["heads"] < case["hosts"] * case["ranks_per_host"]
     cells = [
         f"{ratios[worst]:.2f} ({worst}): {holds(within == len(ratios))}",
         f"{within}, {first_within} of {len(ratios)}",
         f"{slowdown:.2f} ({best}): {holds(slowdown <= MAX_SLOWDOWN)}",
-        f"{ring:.2f}, {ring_again:.2f}",
-        f"{gain:.2f}, {gain_again:.2f} ({baseline})",
+        f"{ring_speedup:.2f}, {plain_ring_speedup:.2f}",
+        f"{speedup:.2f}, {plain_speedup:.2f} ({baseline})",
     ]
     if case["nics"] == "rank" and few_heads and not case.get("documents"):
-        cells[3] += f": {holds(ring >= RING_SPEEDUP)}"
-        cells[4] += f": {holds(gain >= BASELINE_SPEEDUP)}"
+        cells[3] += f": {holds(ring_speedup >= RING_SPEEDUP)}"
+        cells[4] += f": {holds(speedup >= BASELINE_SPEEDUP)}"
     return cells
 
 
@@ -171,12 +164,13 @@ def phase_lines(name: str, case: Mapping[str, Any]) -> Iterator[str]:
     """
     yield f"# {name}"
     for scheme in case["schemes"]:
-        median = sorted(scheme["runs"], key=lambda run: run["seconds"])[len(scheme["runs"]) // 2]
-        measured, total = median["phases"], median["seconds"]
+        runs = sorted(scheme["runs"], key=lambda run: run["seconds"])
+        median_run = runs[len(runs) // 2]
+        total = ("all", scheme["predicted_s"], median_run["seconds"])
         yield f"{scheme['name']}: {scheme['plan']}"
-        rows = align_phases(scheme["predicted_phases"], measured)
-        for label, expected, took in [("all", scheme["predicted_s"], total), *rows]:
-            yield f"    {label:24}{expected:9.3f}{took:9.3f}{took - expected:9.3f}"
+        phases = align_phases(scheme["predicted_phases"], median_run["phases"])
+        for label, predicted, measured in [total, *phases]:
+            yield f"    {label:24}{predicted:9.3f}{measured:9.3f}{measured - predicted:9.3f}"
 
 
 def align_phases(

@@ -23,10 +23,10 @@ from wf_backends.schedule.placement import divisors, in_rank_order, read_placed
 
 RING = "ring"
 AUTO = "auto"
-AGAIN = "auto, gathers again"  # the backward gathers, nothing is kept
-AT_ONCE = "auto, heads at once"  # without ulysses_chunks; only if auto has chosen them
-READERS = "auto, to each reader"  # without host_size; only if auto has chosen it
-UNTOLD = "auto, one document"  # planned without the document borders
+KEEPS_NOTHING = "auto, gathers again"  # the backward gathers again what the forward gathered
+WHOLE_HEADS = "auto, heads at once"  # without ulysses_chunks; only if auto has chosen them
+TO_EACH_READER = "auto, to each reader"  # without host_size; only if auto has chosen it
+ONE_DOCUMENT = "auto, one document"  # planned without the document borders
 BASELINES = ("USP", "double ring")  # prefixes of scheme names
 
 
@@ -42,9 +42,9 @@ class Scheme:
         """The plan on one line."""
         plan = self.plan.choice
         degree = f"u={plan.split} x " if plan.degree > 1 else ""
-        walk = ", queries walk" if plan.moves == "queries" else ""
+        walkers = ", queries walk" if plan.moves == "queries" else ""
         kept = ", kept" if plan.keep else ""
-        return f"{degree}{plan.forward} | {plan.backward}{walk}{kept}"
+        return f"{degree}{plan.forward} | {plan.backward}{walkers}{kept}"
 
 
 def named_plan(request: Request, degree: int, moves: str = "keys", **route: Any) -> Plan | None:
@@ -86,15 +86,15 @@ def schemes(request: Request) -> list[Scheme]:
 def auto_plans(request: Request) -> Iterator[tuple[str, Plan]]:
     """(name, plan) of the planner's choices, as an attention call gets them."""
     mask = request.workload.mask
-    yield AGAIN, _planned(request, mask, keep_gathered=False)
+    yield KEEPS_NOTHING, _planned(request, mask, keep_gathered=False)
     auto = _planned(request, mask)
     yield AUTO, auto
     if auto.choice.chunks > 1:
-        yield AT_ONCE, _planned(request, mask, ulysses_chunks=1)
+        yield WHOLE_HEADS, _planned(request, mask, ulysses_chunks=1)
     if auto.choice.forward.host_size > 1 or auto.choice.backward.host_size > 1:
-        yield READERS, without_host_size(auto)
+        yield TO_EACH_READER, without_host_size(auto)
     if mask.cu_seqlens is not None:
-        yield UNTOLD, _planned(request, Mask(mask.band))
+        yield ONE_DOCUMENT, _planned(request, Mask(mask.band))
 
 
 def without_host_size(plan: Plan) -> Plan:
@@ -140,9 +140,10 @@ def host_size_schemes(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
     if not 1 < per_host < size:
         return
     yield "all-gather, once", {"name": "all_gather", "host_size": per_host}
-    for rows in (d for d in divisors(size) if per_host < d < size and d % per_host == 0):
-        route = {"name": "mesh", "rows": rows, "cols": size // rows, "host_size": per_host}
-        yield f"mesh {rows} x {size // rows}, once", route
+    for rows in divisors(size):
+        if per_host < rows < size and rows % per_host == 0:
+            route = {"name": "mesh", "rows": rows, "cols": size // rows, "host_size": per_host}
+            yield f"mesh {rows} x {size // rows}, once", route
 
 
 def make_attention(plan: Plan, layout: str, comm: Communicator) -> SequenceParallel:

@@ -249,15 +249,22 @@ def cores_and_load() -> str:
     return f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
 
 
-def print_head(*columns: str) -> None:
-    """Print the head of a Markdown table."""
-    print_row(*columns)
-    print(f"|{'---|' * len(columns)}", flush=True)
+def table_row(*cells: object) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(str(cell) for cell in cells)} |"
+
+
+def table_head(*columns: str) -> str:
+    """The head of a Markdown table, two lines."""
+    return f"{table_row(*columns)}\n|{'---|' * len(columns)}"
 
 
 def print_row(*cells: object) -> None:
-    """Print a row of a Markdown table."""
-    print(f"| {' | '.join(str(cell) for cell in cells)} |", flush=True)
+    print(table_row(*cells), flush=True)
+
+
+def print_head(*columns: str) -> None:
+    print(table_head(*columns), flush=True)
 
 
 def print_columns(formats: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> None:

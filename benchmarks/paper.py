@@ -23,6 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from lab_schemes import named_plan, square_mesh
+from measure import table_head, table_row
 
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.cluster.topology import Topology
@@ -139,12 +140,6 @@ def describe(plan: Plan) -> str:
     return f"u={choice.split}; {forward}; back: {backward}, {choice.moves} walk"
 
 
-def markdown(table: list[list[str]]) -> str:
-    head, *body = table
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
 def report() -> str:
     parts = [f"{(__doc__ or '').strip()}\n"]
     for case in cases():
@@ -152,7 +147,9 @@ def report() -> str:
         shape = f"{cluster.hosts} x {cluster.ranks_per_host}, {cluster.nics_per_host} NICs a host"
         headline = PAPER_SPEEDUP[case.model.name[:3]]
         title = f"## {case.model.name} on {cluster.name} ({shape})\n"
-        parts += [title, markdown(rows(case)), f"\nThe paper's headline: up to {headline:+.2%}.\n"]
+        head, *body = rows(case)
+        parts += [title, table_head(*head), *(table_row(*cells) for cells in body)]
+        parts += [f"\nThe paper's headline: up to {headline:+.2%}.\n"]
     return "\n".join(parts)
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import mean, median
 
 import torch
-from measure import cores_and_load, cpu_name
+from measure import cores_and_load, cpu_name, table_head, table_row
 from peer_adapters import ADAPTERS, STAND_IN, MakeScheme, Setup, add_flash_attn_stand_in, schemes_of
 from peer_trial import (
     Figures,
@@ -174,10 +174,10 @@ def table(setup: Setup, work: Work, rows: list[Row], figures: list[list[Figures]
         "largest rank; beside it what the scheme says itself.",
         f"Errors are relative norms beside float64, bold beyond {MAX_EPS} roundings of the dtype.",
         "",
-        "| scheme | x ideal, alone | x ideal, busy | CPU s | wall s | units sent, mean / largest "
-        "| own count, largest | error out / dq / dk / dv |",
-        "|---|---|---|---|---|---|---|---|",
     ]
+    head = ("scheme", "x ideal, alone", "x ideal, busy", "CPU s", "wall s")
+    head += ("units sent, mean / largest", "own count, largest", "error out / dq / dk / dv")
+    lines.append(table_head(*head))
     ideals = [alone / setup.size, busy / setup.size]
     cpu_s: dict[str, float] = {}
     for row, repeats in zip(rows, figures[2:], strict=True):
@@ -197,7 +197,7 @@ def line(row: Row, repeats: list[Figures], ideals: list[float], work: Work) -> s
     cells += [f"{mean(sent) / unit:.2f} / {max(sent) / unit:.2f}"]
     cells += [f"{reported / unit:.2f}" if reported else "-"]
     cells += [" / ".join(format_error(error, work.q.dtype) for error in row.errors)]
-    return f"| {' | '.join(cells)} |"
+    return table_row(*cells)
 
 
 def busiest(repeats: list[Figures]) -> tuple[float, ...]:

@@ -1,7 +1,6 @@
 """Adapters to other packages ("peers"): one module per package, with `schemes(setup)`.
 
-The import of an adapter, the making of a scheme or its run may fail; `peers.py` reports the error
-and goes on.
+The import of an adapter, its `schemes` or a run may fail; `peers.py` reports the error and goes on.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Scheme:
     attend: Attend
     """q, k, v (1, s, h, d), this rank's rows -> out (1, s, h, d), differentiable."""
     context: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Makes the context in which forward and backward run."""
+    """Makes a context manager around forward and backward."""
     bytes_reported: Callable[[], int] | None = None
     """Bytes sent since the last call of this function, by the scheme's own count."""
 

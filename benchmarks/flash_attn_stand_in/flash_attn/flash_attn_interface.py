@@ -1,7 +1,8 @@
 """What ring-flash-attn and yunchang import of flash-attn 2.7, on torch's operator for CPUs.
 
-Same names, arguments and results; masks are counted from the bottom right, as flash-attn's are.
-A call that is not causal from the top left costs a mask of i x j scores: peers make none here.
+Same names, arguments and results. Masks are aligned at the bottom right, as in flash-attn; torch's
+operator aligns them at the top left. Where the two differ, and for windows, a dense mask (i, j) is
+made; the benchmarks need none.
 
 Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_dim.
 """
@@ -93,7 +94,7 @@ def _refuse(dropout_p: float, softcap: float, alibi_slopes: Tensor | None) -> No
 
 
 def _options(q: Tensor, k: Tensor, causal: bool, left: int, right: int) -> dict[str, Any]:
-    """The operator's words for a mask; the operator is causal from the top left."""
+    """The arguments of torch's operator for a mask."""
     rows, keys = q.shape[1], k.shape[1]
     right = 0 if causal else right
     if left < 0 and right < 0:
@@ -101,8 +102,8 @@ def _options(q: Tensor, k: Tensor, causal: bool, left: int, right: int) -> dict[
     if left < 0 and right == 0 and rows == keys:
         return {"is_causal": True}
     offset = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows)
-    seen = torch.ones(rows, keys, dtype=torch.bool)
-    seen &= offset >= (-left if left >= 0 else -inf)
-    seen &= offset <= (right if right >= 0 else inf)
-    hidden = torch.zeros(1, 1, rows, keys, dtype=q.dtype).masked_fill(~seen, -inf)
-    return {"is_causal": False, "attn_mask": hidden}
+    visible = torch.ones(rows, keys, dtype=torch.bool)
+    visible &= offset >= (-left if left >= 0 else -inf)
+    visible &= offset <= (right if right >= 0 else inf)
+    mask = torch.zeros(1, 1, rows, keys, dtype=q.dtype).masked_fill(~visible, -inf)
+    return {"is_causal": False, "attn_mask": mask}
