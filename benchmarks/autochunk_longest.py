@@ -249,10 +249,9 @@ def _memory_cap(nbytes: int) -> Iterator[None]:
 def _run_within_cap(
     case: LengthCase, length: int, budget: Budget | None, placement: dict[str, Any]
 ) -> tuple[str, ...]:
-    """The cells: planned and measured GB with weights, measured GB in blocks, and whether it ran.
+    """The cells: planned and measured GB with weights, measured GB in blocks, whether it ran.
 
-    Args:
-        budget: for a chunked run; None = unchunked.
+    Without a budget the model runs unchunked.
     """
     planned = ""
     try:

@@ -1,5 +1,4 @@
-"""The models of benchmarks/autochunk.py with random weights, changes that people make by hand, and
-the memory of a run."""
+"""The models of benchmarks/autochunk.py, changes that people make by hand, the memory of a run."""
 
 from __future__ import annotations
 
@@ -35,9 +34,7 @@ UNET_SIZES = {  # a UNet of three resolutions with attention at the two lower on
 class BySlices(nn.Module):
     """Calls a module on slices of its first argument along dimension 1; other arguments stay whole.
 
-    Args:
-        num_slices: into how many slices, as in ALST's tiled MLP.
-        rows: the rows of a slice, as in OpenFold's chunk_layer. Give one of the two.
+    `num_slices` slices as in ALST's tiled MLP, or slices of `rows` as in OpenFold's chunk_layer.
     """
 
     def __init__(self, inner: nn.Module, num_slices: int = 0, rows: int = 0) -> None:
@@ -76,14 +73,10 @@ def tile_mlps(model: nn.Module) -> None:
 
 
 def chunk_layers(model: nn.Module) -> None:
-    """Compute attentions, transitions and outer product of an Evoformer block 4 rows at a time, as
-    AlphaFold does."""
+    """Compute most modules of an Evoformer block for 4 rows at a time, as AlphaFold does."""
+    names = ("attention", "msa_transition", "pair_transition")
+    _wrap(model, names, lambda inner: BySlices(inner, rows=4))
     _wrap(model, ("outer",), OuterBySlices)
-    _wrap(
-        model,
-        ("attention", "msa_transition", "pair_transition"),
-        lambda inner: BySlices(inner, rows=4),
-    )
 
 
 def _wrap(model: nn.Module, names: tuple[str, ...], wrap: Callable[..., nn.Module]) -> None:
@@ -257,10 +250,8 @@ def measured_peak(model: nn.Module, kwargs: dict[str, Any]) -> int:
 class DevicePeak:
     """Peak bytes of the GPU in a run, minus the bytes that were allocated before it."""
 
-    requested: int
-    """What operators asked for."""
-    allocated: int
-    """The blocks that torch's allocator gave them."""
+    requested: int  # by operators
+    allocated: int  # in blocks of torch's allocator
 
 
 def device_peak(run: Callable[[], object]) -> DevicePeak:

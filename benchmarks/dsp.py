@@ -15,19 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import measure
 import torch
 from layers import Attend, Layer, cut_for_megatron, megatron_moves, torch_attention
-from measure import (
-    Counting,
-    Measured,
-    Scheme,
-    Step,
-    compare,
-    counting_job,
-    loss_step,
-    machine,
-    print_columns,
-)
+from measure import Counting, Measured, Scheme, Step
 from torch import Tensor
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
@@ -67,11 +58,11 @@ def main() -> None:
     """Measure all schemes, and print them beside what is derived."""
     args = parse()
     video = Video(args.frames, args.places, args.dim, args.heads)
-    with counting_job() as comm:
+    with measure.counting_job() as comm:
         schemes = make_schemes(video, comm)
-        results = compare(comm, schemes, args.repeats)
+        results = measure.compare(comm, schemes, args.repeats)
         if comm.rank == 0:
-            print(machine(comm))
+            print(measure.machine(comm))
             show(video, comm.size, schemes, results)
 
 
@@ -122,7 +113,7 @@ def switch_before_each(video: Video, comm: Counting) -> Step:
         sharded = dsp.switch(Sharded(x, TIME, sharded.sizes), TIME, SPACE)
         return mix_along(TIME, sharded.tensor, temporal)
 
-    return loss_step(first.tensor, pair)
+    return measure.loss_step(first.tensor, pair)
 
 
 def switch_around_temporal(video: Video, comm: Counting) -> Step:
@@ -136,7 +127,7 @@ def switch_around_temporal(video: Video, comm: Counting) -> Step:
         x = mix_along(TIME, sharded.tensor, temporal)
         return dsp.switch(Sharded(x, SPACE, sharded.sizes), SPACE, TIME).tensor
 
-    return loss_step(first.tensor, pair)
+    return measure.loss_step(first.tensor, pair)
 
 
 def spatial_over_ranks(video: Video, sp: SequenceParallel) -> Step:
@@ -146,7 +137,7 @@ def spatial_over_ranks(video: Video, sp: SequenceParallel) -> Step:
     def pair(x: Tensor) -> Tensor:
         return mix_along(TIME, mix_along(SPACE, x, spatial, sp.attention), temporal)
 
-    return loss_step(sp.shard(video.draw(), SPACE), pair)
+    return measure.loss_step(sp.shard(video.draw(), SPACE), pair)
 
 
 def ulysses_everywhere(video: Video, comm: Counting) -> Step:
@@ -164,7 +155,7 @@ def ulysses_everywhere(video: Video, comm: Counting) -> Step:
         x = spatial(x, partial(attend, SPACE))
         return temporal(x, partial(attend, TIME))
 
-    return loss_step(video.draw().flatten(1, 2).split(sizes, 1)[comm.rank], pair)
+    return measure.loss_step(video.draw().flatten(1, 2).split(sizes, 1)[comm.rank], pair)
 
 
 def megatron(video: Video, comm: Counting) -> Step:
@@ -177,7 +168,7 @@ def megatron(video: Video, comm: Counting) -> Step:
         x = spatial(x, partial(attend_along, video, SPACE), *moves)
         return temporal(x, partial(attend_along, video, TIME), *moves)
 
-    return loss_step(video.draw().flatten(1, 2).split(sizes, 1)[comm.rank], pair)
+    return measure.loss_step(video.draw().flatten(1, 2).split(sizes, 1)[comm.rank], pair)
 
 
 def attend_along(video: Video, dim: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -202,7 +193,7 @@ def show(video: Video, size: int, schemes: list[Scheme], results: list[Measured]
         row += [1e3 * result.seconds, 1 / result.seconds, result.seconds / first.seconds]
         row += [result.bytes_sent / max(1, first.bytes_sent), result.peak_bytes / 1e6]
         rows.append(row)
-    print_columns(COLUMNS, rows)
+    measure.print_columns(COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -60,14 +60,9 @@ SKIPS = ("skip a call", "skip a backward")
 
 
 class Layers(nn.Module):
-    """Attention layers; with a fault, FAULTY_LAYER of this rank differs from the other ranks'.
+    """Attention layers, of which FAULTY_LAYER makes the fault `self.fault`, if that is not empty.
 
-    Args:
-        folder: the time of the fault is written there, into the file "fault".
-        named: attention calls pass the names of their layers.
-
-    Attributes:
-        fault: the kind of the fault in the next forward; empty: none.
+    folder: the time of the fault is written there. named: attention calls name their layers.
     """
 
     def __init__(self, folder: Path, named: bool = True) -> None:
@@ -121,7 +116,10 @@ def main() -> None:
     torch.manual_seed(0)
     job = launch.init(timeout=args.timeout, log_folder=args.folder)
     model = Layers(args.folder, not args.unnamed)
-    step = MAKE_STEP[args.transport](model, job.world_size)
+    if args.transport == "deepspeed":
+        step = deepspeed_step(model, job.world_size)
+    else:
+        step = plain_step(model, job.world_size, args.transport)
     for index in range(NUM_STEPS):
         model.fault = ""
         if index == FAULTY_STEP and job.rank == args.rank and args.kind != "none":
@@ -130,18 +128,13 @@ def main() -> None:
     print(f"rank {job.rank} is through", flush=True)
 
 
-def gloo_step(model: Layers, size: int) -> Step:
-    return step_over(own_group(), model, size)
+def plain_step(model: Layers, size: int, transport: str) -> Step:
+    if transport == "mpi":
+        from mpi4py import MPI
 
-
-def mpi_step(model: Layers, size: int) -> Step:
-    from mpi4py import MPI
-
-    return step_over(MPI.COMM_WORLD, model, size)
-
-
-def step_over(group: Any, model: Layers, size: int) -> Step:
-    """A step with attention over the ranks of a torch process group or MPI communicator."""
+        group = MPI.COMM_WORLD
+    else:
+        group = own_group()
     config = SequenceParallelConfig(sequence_parallel_size=size, route="ring")
     model.sp = SequenceParallel(config, group)
 
@@ -171,8 +164,6 @@ def deepspeed_step(model: Layers, size: int) -> Step:
 
     return step
 
-
-MAKE_STEP = MappingProxyType({"gloo": gloo_step, "mpi": mpi_step, "deepspeed": deepspeed_step})
 
 if __name__ == "__main__":
     main()

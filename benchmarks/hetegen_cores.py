@@ -7,7 +7,6 @@ best.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -58,15 +57,6 @@ class TwoThreads(ShapedDevice):
         return 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """The share of the host in the plan, and seconds of a decoding pass."""
-
-    alpha: float
-    predicted: float
-    measured: float
-
-
 def run(model: Stack, rates: Rates, alpha: float | str) -> tuple[float, dict[str, Any]]:
     """(the host's share, `Handle.report`) of PASSES decoding passes."""
     width = model.layers[0].in_features
@@ -81,11 +71,7 @@ def run(model: Stack, rates: Rates, alpha: float | str) -> tuple[float, dict[str
 
 
 def fit_rates(model: Stack, planned_with: Rates) -> Rates:
-    """The rates of both threads, each alone and both at a time.
-
-    Args:
-        planned_with: the rates in the plans of the runs that are measured.
-    """
+    """The rates of both threads, each alone and both at a time; plans use `planned_with`."""
 
     def lane_rate(lane: str, alpha: float) -> float:
         figures = run(model, planned_with, alpha)[1]["lanes"][lane]
@@ -109,20 +95,21 @@ def cores_table(layers: int = 10, width: int = 2560, rounds: int = 7) -> None:
     model = Stack(layers, width)
     rates = Rates(UNLIMITED, UNLIMITED, UNLIMITED)
     fitted: list[Rates] = []
-    runs: dict[str, list[Decoding]] = {name: [] for name in ALPHAS}
+    runs: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ALPHAS}
     for _ in range(rounds):
         rates = fit_rates(model, rates)
         fitted.append(rates)
         for name, alpha in ALPHAS.items():
             share, report = run(model, rates, alpha)
             figures = report["decode"]
-            runs[name].append(
-                Decoding(share, figures["predicted_seconds"], figures["measured_seconds"])
-            )
+            runs[name].append((share, figures["predicted_seconds"], figures["measured_seconds"]))
     print_rates(fitted)
     print_head("", "alpha", "predicted", "measured", "measured / predicted", "in all rounds")
-    for name, decodings in runs.items():
-        print_decodings(name, decodings)
+    for name, figures_of_rounds in runs.items():
+        alpha, predicted, measured = map(median, zip(*figures_of_rounds, strict=True))
+        ratios = [measured / predicted for _, predicted, measured in figures_of_rounds]
+        cells = [f"{alpha:.2f}", f"{predicted:.4f}", f"{measured:.4f}", f"{median(ratios):.3f}"]
+        print_row(name, *cells, f"{min(ratios):.3f} to {max(ratios):.3f}")
 
 
 def print_rates(fitted: list[Rates]) -> None:
@@ -138,13 +125,3 @@ def print_rates(fitted: list[Rates]) -> None:
         f"both at a time {both / 1e9:.2f}, of which the other {host_beside_link / 1e9:.2f}; "
         f"a call {1e6 * median_of('call_seconds'):.0f} us; medians of {len(fitted)} rounds\n"
     )
-
-
-def print_decodings(name: str, decodings: list[Decoding]) -> None:
-    """Print a row: medians of the rounds, and the least and the largest ratio."""
-    alpha = median(decoding.alpha for decoding in decodings)
-    predicted = median(decoding.predicted for decoding in decodings)
-    measured = median(decoding.measured for decoding in decodings)
-    ratios = sorted(decoding.measured / decoding.predicted for decoding in decodings)
-    cells = [f"{alpha:.2f}", f"{predicted:.4f}", f"{measured:.4f}", f"{median(ratios):.3f}"]
-    print_row(name, *cells, f"{ratios[0]:.3f} to {ratios[-1]:.3f}")

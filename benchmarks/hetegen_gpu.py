@@ -231,12 +231,7 @@ def peer_table(model: Any, run: Run, shares: Sequence[float]) -> None:
 
 
 def peer_row(name: str, prepare: Callable[..., Any], model: Any, run: Run, memory: int) -> None:
-    """Print the row of another package.
-
-    Args:
-        prepare: a function of hetegen_peers.py.
-        memory: bytes of the GPU that weights may take.
-    """
+    """Print the row of a package; `prepare` is a function of hetegen_peers.py, memory in bytes."""
     reset_gpu_peak(run.device)
     seconds = decode(prepare(copy_of(model, "cpu"), run.device, memory), run, 1)
     gigabytes = f"{memory / 1e9:.2f}, {gpu_peak(run.device) / 1e9:.2f}"

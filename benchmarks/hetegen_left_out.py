@@ -2,10 +2,9 @@
 
     python benchmarks/hetegen_left_out.py
 
-- Pairing: the up and down projections of an MLP as one call, split by columns and then by rows. It
-  would save one call per MLP; the table counts the whole time of a call as saved.
-- Experts known: copies that go on into the experts which the router will choose, as if these were
-  known one token before.
+Pairing: the up and down projections of an MLP as one call, split by columns and then by rows. It
+would save one call per MLP; the table counts the whole time of a call as saved. Experts known:
+copies go on into the experts that the router will choose, as if these were known a token before.
 """
 
 from __future__ import annotations
@@ -60,11 +59,10 @@ def print_plan(name: str, plan: Plan, saved: float) -> None:
 def last_pass_seconds(plan: Plan) -> float:
     """Seconds of the last of 4 decoding passes, all with the same experts."""
     device = SimulatedDevice(plan)
-    called = [
-        index
-        for index, linear in enumerate(plan.request.linears)
-        if not linear.expert or linear.expert.split(".")[1] in CHOSEN_EXPERTS
-    ]
+    called: list[int] = []
+    for index, linear in enumerate(plan.request.linears):
+        if not linear.expert or linear.expert.split(".")[1] in CHOSEN_EXPERTS:
+            called.append(index)
     return [device.run_pass(called, "decode") for _ in range(4)][-1]
 
 
@@ -83,11 +81,8 @@ def mlp(
     name: str, hidden: int, intermediate: int, expert: str = "", routed: float = 1.0
 ) -> list[Linear]:
     """The linears of a gated MLP; `routed` is the share of the tokens that are routed to it."""
-    sizes = {  # out_features, in_features
-        "gate": (intermediate, hidden),
-        "up": (intermediate, hidden),
-        "down": (hidden, intermediate),
-    }
+    up, down = (intermediate, hidden), (hidden, intermediate)  # out_features, in_features
+    sizes = {"gate": up, "up": up, "down": down}
     return [Linear(f"{name}.{part}", *size, BF16, expert, routed) for part, size in sizes.items()]
 
 

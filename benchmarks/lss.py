@@ -15,20 +15,10 @@ import argparse
 from functools import partial
 from typing import Any
 
+import measure
 import torch
 from layers import Layer, cut_for_megatron, megatron_moves
-from measure import (
-    Counting,
-    Measured,
-    Scheme,
-    Step,
-    compare,
-    counting_job,
-    loss_step,
-    machine,
-    measure,
-    print_columns,
-)
+from measure import Counting, Measured, Scheme, Step
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.dsp import chunk_sizes
@@ -41,7 +31,7 @@ COLUMNS |= {"MB": "8.2f", "ms": "9.1f", "memory MB": "11.1f", "x time": "8.2f", 
 def main() -> None:
     """Measure all schemes, and print them beside what is derived."""
     args = parse()
-    with counting_job() as comm:
+    with measure.counting_job() as comm:
         run_all(args, comm)
 
 
@@ -57,15 +47,17 @@ def parse() -> argparse.Namespace:
 
 def run_all(args: argparse.Namespace, comm: Counting) -> None:
     schemes = make_schemes(args, comm)
-    results = compare(comm, schemes, args.repeats)
+    results = measure.compare(comm, schemes, args.repeats)
     unit = args.tokens * args.dim * 4 // comm.size
     layer = Layer(args.dim, args.heads)
     for p in layer.parameters():
         p.grad = torch.zeros_like(p)
     average_gradients = GradientMean(comm)
-    (average,) = measure(comm, [lambda: average_gradients(layer.parameters())], args.repeats)
+    (average,) = measure.measure(
+        comm, [lambda: average_gradients(layer.parameters())], args.repeats
+    )
     if comm.rank == 0:
-        print(machine(comm))
+        print(measure.machine(comm))
         show(args, comm.size, schemes, results, unit)
         print(
             f"averaging the layer's gradients, once a step: {average.bytes_sent / 1e6:.2f} MB, "
@@ -86,7 +78,7 @@ def make_schemes(args: argparse.Namespace, comm: Counting) -> list[Scheme]:
         config = SequenceParallelConfig.from_dict({**options, **more_options})
         sp = SequenceParallel(config, comm)
         attend = partial(sp.attention, causal=causal)
-        return loss_step(sp.shard(whole), lambda x: layer(x, attend))
+        return measure.loss_step(sp.shard(whole), lambda x: layer(x, attend))
 
     def megatron_step() -> Step:
         config = SequenceParallelConfig(kernel="sdpa", layout=layout)
@@ -95,7 +87,9 @@ def make_schemes(args: argparse.Namespace, comm: Counting) -> list[Scheme]:
         sizes = chunk_sizes(args.tokens, size)
         moves = megatron_moves(comm, sizes)
         attend = partial(local_sp.attention, causal=causal)
-        return loss_step(whole.split(sizes, 1)[comm.rank], lambda x: part(x, attend, *moves))
+        return measure.loss_step(
+            whole.split(sizes, 1)[comm.rank], lambda x: part(x, attend, *moves)
+        )
 
     peers = size - 1
     return [
@@ -117,7 +111,7 @@ def show(
         row += [result.bytes_sent / 1e6, 1e3 * result.seconds, result.peak_bytes / 1e6]
         row += [result.seconds / first.seconds, result.peak_bytes / max(1, first.peak_bytes)]
         rows.append(row)
-    print_columns(COLUMNS, rows)
+    measure.print_columns(COLUMNS, rows)
 
 
 if __name__ == "__main__":

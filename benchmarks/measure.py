@@ -102,11 +102,7 @@ class Measured:
 
 
 def loss_step(x: Tensor, layer: Callable[[Tensor], Tensor]) -> Step:
-    """A step: forward and backward of a loss in which all tokens have the same weight.
-
-    Args:
-        x: this rank's input of the layer; the step uses a copy that requires a gradient.
-    """
+    """A step of a layer with input x: forward and backward of the sum of the outputs' squares."""
     leaf = x.detach().clone().requires_grad_()
 
     def step() -> float:
@@ -268,11 +264,9 @@ def print_head(*columns: str) -> None:
 
 
 def print_columns(formats: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table in columns of fixed width.
+    """Print a table of fixed width; `formats`: by head, the format of the cells, such as "9.2f".
 
-    Args:
-        formats: for the head of each column the format of its cells: a width such as "26" for the
-            first column, of names, and such as "9.2f" for the others, of numbers.
+    The first column has names, and a width as format, such as "26"; the others have numbers.
     """
     first, *others = formats
     heads = "".join(f"{head:>{formats[head].partition('.')[0]}}" for head in others)

@@ -99,10 +99,7 @@ class Case:
         return plan.cost.memory_bytes / (seqlen / self.ranks)
 
     def predicted(self) -> float:
-        """Bytes of a rank, on its device and on the host.
-
-        Without `stage` of activations alone: weights and gradients do not depend on the length.
-        """
+        """Bytes of a rank, device and host; without `stage` activations alone."""
         options = Options(self.checkpoints, self.tile)
         activations = self.training.activations(self.seqlen, options)
         if self.stage is None:
@@ -146,14 +143,12 @@ def by_token() -> Iterator[Row]:
 def token_cases() -> list[Case]:
     large_vocabulary = tuple(LARGE_VOCABULARY.items())
     cases = [Case(dtype, checkpoints) for dtype in ITEMSIZES for checkpoints in CHECKPOINTS]
-    for checkpoints in ("none", "device"):
-        cases.append(Case("bfloat16", checkpoints, shape=large_vocabulary))
-    for route in ("ring", "all_gather"):
-        cases.append(Case("bfloat16", "device", ranks=2, route=route))
-    cases.append(Case("bfloat16", "host", ranks=2))
+    cases += [Case("bfloat16", where, shape=large_vocabulary) for where in ("none", "device")]
+    cases += [Case("bfloat16", "device", 2, route=route) for route in ("ring", "all_gather")]
+    cases.append(Case("bfloat16", "host", 2))
+    tiled = replace(cases[0], shape=large_vocabulary, tile=256)
     for dtype in ITEMSIZES:
-        for checkpoints in CHECKPOINTS:
-            cases.append(Case(dtype, checkpoints, shape=large_vocabulary, tile=256))
+        cases += [replace(tiled, dtype=dtype, checkpoints=where) for where in CHECKPOINTS]
     return cases
 
 

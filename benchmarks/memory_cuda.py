@@ -45,17 +45,13 @@ class PredictedBytes:
 
 @dataclass(frozen=True)
 class MeasuredBytes:
-    """At the peak of a step; before the step; and the peak of each of its parts.
-
-    blocks: the same bytes of the device as blocks of torch's allocator. before: weights, gradients
-    and optimizer states. parts: by name ("forward", "backward", "step").
-    """
+    """At the peak of a step; before the step; and at the peak of each of its parts."""
 
     device: int
-    blocks: int
+    blocks: int  # of torch's allocator, for the bytes of `device`
     host: int
-    before: int
-    parts: dict[str, int]
+    before: int  # weights, gradients and optimizer states
+    parts: dict[str, int]  # "forward", "backward", "step"
 
 
 def measured(case: Case) -> MeasuredBytes:

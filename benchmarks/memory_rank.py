@@ -4,8 +4,8 @@
         "shape": {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 256,
                   "num_attention_heads": 4, "num_key_value_heads": 2}, "wallfacer": {}}'
 
-Other keys of a case: "tile" (rows of a tile of MLPs and loss), "activation_checkpointing" (a block
-of wf_transformers), "stage" and "buckets" (DeepSpeed's ZeRO), "device".
+Other keys of a case: "tile" (rows of a tile), "activation_checkpointing" (as wf_transformers takes
+it), "stage" and "buckets" (of DeepSpeed's ZeRO), "device".
 """
 
 from __future__ import annotations
@@ -36,11 +36,7 @@ def _ignore(part: str) -> None:
 
 
 class Step(Protocol):
-    """A training step on a sequence of `seqlen` tokens.
-
-    It calls `after` at the end of each part: "forward", "backward", and "step" if there is an
-    optimizer.
-    """
+    """A training step; it calls `after` at the end of "forward", "backward" and perhaps "step"."""
 
     def __call__(self, seqlen: int, after: Callable[[str], None] = _ignore) -> None: ...
 
@@ -55,12 +51,9 @@ def train(case: dict[str, Any]) -> int:
 
 
 def warmed_up_step(case: dict[str, Any]) -> Step:
-    """The step of a case, after two short ones.
-
-    They allocate optimizer states, and DeepSpeed learns the order of the parameters.
-    """
+    """The step of a case, after two short ones."""
     step = deepspeed_step(case) if "stage" in case else plain_step(case)
-    for _ in range(2):
+    for _ in range(2):  # allocates optimizer states; DeepSpeed learns the order of parameters
         step(WARM_UP_TOKENS)
     return step
 

@@ -64,11 +64,7 @@ def ours(comm: Communicator, route: object, partials: str) -> list[Tensor]:
 
 
 def ring_flash_attn(ranks: int, sums: torch.dtype) -> list[Tensor]:
-    """The plain ring of ring-flash-attn, all ranks in one process; `sums`: the dtype of dk and dv.
-
-    Returns:
-        out, dq, dk, dv of the whole sequence, in bfloat16.
-    """
+    """The plain ring of ring-flash-attn in one process; dk and dv are summed in `sums`."""
     spec = KernelSpec("cpu", torch.bfloat16, HEAD_DIM, HEADS, HEADS)
     kernel = select("sdpa", spec)
     q, k, v, dout = (x.chunk(ranks, 1) for x in tensors())

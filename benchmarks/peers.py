@@ -29,21 +29,11 @@ from importlib import metadata
 from pathlib import Path
 from statistics import mean, median
 
+import peer_trial
 import torch
 from measure import cores_and_load, cpu_name, table_head, table_row
 from peer_adapters import ADAPTERS, STAND_IN, MakeScheme, Setup, add_flash_attn_stand_in, schemes_of
-from peer_trial import (
-    Figures,
-    Heads,
-    RefusedError,
-    Run,
-    Work,
-    make_run,
-    measure,
-    on_all_ranks,
-    one_process,
-    relative_errors,
-)
+from peer_trial import Figures, Heads, RefusedError, Run, Work
 
 from wf_backends import launch
 
@@ -78,9 +68,9 @@ def compare(args: argparse.Namespace, job: launch.Launch) -> None:
     heads = Heads(args.heads, args.kv_heads or args.heads, args.head_dim)
     work = Work.draw(setup, heads, getattr(torch, args.dtype))
     rows, refused = prepare(setup, work, args.only.split(","))
-    baselines = [one_process(work, setup, alone) for alone in (True, False)]
-    measure(baselines, 1)  # warm-up; the schemes have run in `prepare`
-    figures = measure([*baselines, *(row.run for row in rows)], args.repeats)
+    baselines = [peer_trial.one_process(work, setup, alone) for alone in (True, False)]
+    peer_trial.measure(baselines, 1)  # warm-up; the schemes have run in `prepare`
+    figures = peer_trial.measure([*baselines, *(row.run for row in rows)], args.repeats)
     if setup.rank == 0:
         text = "\n".join([*head, *table(setup, work, rows, figures), *refused])
         print(text)
@@ -112,7 +102,7 @@ def prepare(setup: Setup, work: Work, packages: list[str]) -> tuple[list[Row], l
     refused: list[str] = []
     for package in packages:
         try:
-            for name, make in on_all_ranks(partial(schemes_of, package, setup)).items():
+            for name, make in peer_trial.on_all_ranks(partial(schemes_of, package, setup)).items():
                 try:
                     rows.append(first_run(f"{package}: {name}", make, work))
                 except RefusedError as error:
@@ -128,10 +118,15 @@ def first_run(name: str, make: MakeScheme, work: Work) -> Row:
     After each stage the ranks agree that all have succeeded: none waits in a collective for a rank
     that has failed.
     """
-    scheme = on_all_ranks(make)
-    run = make_run(name, scheme, work)
-    results = on_all_ranks(run.step)
-    return Row(run, on_all_ranks(partial(relative_errors, results, work, scheme.positions)))
+    scheme = peer_trial.on_all_ranks(make)
+    run = peer_trial.make_run(name, scheme, work)
+    results = peer_trial.on_all_ranks(run.step)
+    return Row(
+        run,
+        peer_trial.on_all_ranks(
+            partial(peer_trial.relative_errors, results, work, scheme.positions)
+        ),
+    )
 
 
 def heading(args: argparse.Namespace, num_ranks: int) -> list[str]:

@@ -41,16 +41,12 @@ def lab_topology(hosts: int, ranks_per_host: int, nics: int, rate: float) -> Top
     return Topology(name, hosts, ranks_per_host, nics, inside, between, kernels, 64e9)
 
 
-def square_mesh_plan(request: Request) -> Plan | None:
-    return named_plan(request, 1, **square_mesh(request.topology.size))
-
-
 Scheme = Callable[[Request], Plan | None]  # None: it does not fit the ranks or heads
 NAMED_SCHEMES: tuple[tuple[str, Scheme], ...] = (
     ("ring", partial(named_plan, degree=1, name="ring")),
     ("concentric, C = 2", partial(named_plan, degree=1, name="concentric", team_size=2)),
     ("concentric, C = 4", partial(named_plan, degree=1, name="concentric", team_size=4)),
-    ("mesh, nearly square", square_mesh_plan),
+    ("mesh, nearly square", lambda r: named_plan(r, 1, **square_mesh(r.topology.size))),
     ("Ulysses x ring, u = 4", partial(named_plan, degree=4, name="ring")),
 )
 PLANNER_SCHEMES: tuple[tuple[str, Scheme], ...] = (

@@ -3,10 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/tiled_training.py > benchmarks/results/tiled_training.md
 
 A small Llama with recomputed layers and without an optimizer, on one rank and over several: our
-tiles with WallFacer's attention, DeepSpeed's tiles with its UlyssesSPAttentionHF. Every row runs in
-fresh processes; the peak is VmHWM of the largest one in a step after a short step. "KiB a token" is
-the slope between two lengths: what does not grow with the tokens drops out. A tile of DeepSpeed has
-as many rows as the hidden size, as in its example.
+tiles with WallFacer's attention, DeepSpeed's tiles with its UlyssesSPAttentionHF and as many rows
+as the hidden size, as in its example. A peak is VmHWM of the largest of fresh processes in a step
+after a short one; "KiB a token" is the slope of two lengths, without what does not grow.
 
     python benchmarks/tiled_training.py --device cuda
 
@@ -28,18 +27,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import measure
 import torch
 import torch.distributed as dist
-from measure import (
-    cores_and_load,
-    cpu_name,
-    cuda_seconds,
-    last_lines,
-    peak,
-    print_head,
-    print_row,
-    reset_peak,
-)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -68,13 +58,9 @@ GPU_SIZE = Size(1024, 32768, "cuda")
 def llama(size: Size) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=4 * size.hidden,
-        num_hidden_layers=4,
-        num_attention_heads=size.hidden // 32,
-        max_position_embeddings=1 << 15,
-    )
+        vocab_size=size.vocabulary, hidden_size=size.hidden, intermediate_size=4 * size.hidden,
+        num_hidden_layers=4, num_attention_heads=size.hidden // 32, max_position_embeddings=1 << 15,
+    )  # fmt: skip
     with torch.device(size.device):
         model = LlamaForCausalLM(config).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -82,9 +68,8 @@ def llama(size: Size) -> Any:
 
 
 def whole_step(local_tokens: int, size: Size) -> Step:
-    """A step without tiles; over several ranks with our attention."""
-    model = llama(size)
-    return one_rank_step(model) if ranks() == 1 else sequence_parallel_step(model)
+    """A step without tiles."""
+    return training_step(llama(size))
 
 
 def our_step(local_tokens: int, size: Size) -> Step:
@@ -95,23 +80,22 @@ def our_step(local_tokens: int, size: Size) -> Step:
     plan = plan_training(model, (), batch, max_slowdown=0.25)
     if size.device == "cuda":
         print(f"<!-- {local_tokens} tokens, {plan.explain()} -->".replace("\n", ";"), flush=True)
-    step = one_rank_step(model) if ranks() == 1 else sequence_parallel_step(model)
+    step = training_step(model)
     apply_training(model, plan)  # after attention is attached
     return step
 
 
-def one_rank_step(model: Any) -> Step:
-    def step(ids: Tensor) -> Tensor:
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        return loss.detach()
+def training_step(model: Any) -> Step:
+    """A step of the model; over several ranks with our attention."""
+    if ranks() == 1:
 
-    return step
+        def one_rank_step(ids: Tensor) -> Tensor:
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            return loss.detach()
 
-
-def sequence_parallel_step(model: Any) -> Step:
-    """A step with our attention over all ranks."""
-    sp = SequenceParallel(SequenceParallelConfig.from_dict({"sequence_parallel_size": ranks()}))
+        return one_rank_step
+    sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=ranks()))
     wf_transformers.attach(model, sp)
 
     def step(ids: Tensor) -> Tensor:
@@ -190,10 +174,10 @@ def measured(how: str, seqlen: int) -> dict[str, float]:
     step = MAKE_STEP[how](seqlen // ranks(), size)
     step(torch.zeros(1, WARM_UP_TOKENS, dtype=torch.int64))
     ids = draw_ids(seqlen, size)
-    reset_peak()
+    measure.reset_peak()
     start = time.process_time()
     loss = step(ids)
-    figures = {"MiB": peak() / MIB, "s": time.process_time() - start}
+    figures = {"MiB": measure.peak() / MIB, "s": time.process_time() - start}
     if ranks() > 1:
         dist.all_reduce(loss)
     return figures | {"loss": float(loss)}
@@ -208,7 +192,7 @@ def measured_on_gpu(how: str, seqlen: int) -> dict[str, float]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    seconds = median(cuda_seconds(lambda: step(ids)) for _ in range(3))
+    seconds = median(measure.cuda_seconds(lambda: step(ids)) for _ in range(3))
     peak_bytes = torch.cuda.max_memory_allocated() - before
     return {"MiB": peak_bytes / MIB, "ms": 1e3 * seconds, "loss": float(loss)}
 
@@ -222,7 +206,7 @@ def draw_ids(seqlen: int, size: Size) -> Tensor:
 def in_fresh_processes(how: str, seqlen: int, num_ranks: int) -> dict[str, float]:
     """`measured` in a new process for each rank; the largest of each figure."""
     command = [sys.executable, __file__, "--rank", how, str(seqlen)]
-    figures = [json.loads(line) for line in last_lines(command, num_ranks, {})]
+    figures = [json.loads(line) for line in measure.last_lines(command, num_ranks, {})]
     return {name: max(of_rank[name] for of_rank in figures) for name in figures[0]}
 
 
@@ -250,10 +234,9 @@ def cpu_table(lengths: Sequence[int], rank_counts: Sequence[int]) -> None:
     Raises:
         RuntimeError: if the loss of a row differs from the first row's.
     """
-    print(
-        f"torch {torch.__version__}, {cpu_name()}, one thread a rank; {cores_and_load()} before.\n"
-    )
-    print_head("ranks", "how", *peak_head(lengths), "CPU s", "loss")
+    machine = f"torch {torch.__version__}, {measure.cpu_name()}, one thread a rank"
+    print(f"{machine}; {measure.cores_and_load()} before.\n")
+    measure.print_head("ranks", "how", *peak_head(lengths), "CPU s", "loss")
     expected_loss = None
     for num_ranks in rank_counts:
         for how in MAKE_STEP:
@@ -263,7 +246,7 @@ def cpu_table(lengths: Sequence[int], rank_counts: Sequence[int]) -> None:
             if abs(loss / expected_loss - 1) > 1e-5:
                 raise RuntimeError(f"{how} computes another loss: {loss}, not {expected_loss}")
             cells = peak_cells(low, high, lengths)
-            print_row(num_ranks, how, *cells, f"{high['s']:.1f}", f"{loss:.5f}")
+            measure.print_row(num_ranks, how, *cells, f"{high['s']:.1f}", f"{loss:.5f}")
 
 
 def gpu_table(lengths: Sequence[int]) -> None:
@@ -272,7 +255,7 @@ def gpu_table(lengths: Sequence[int]) -> None:
     DeepSpeed's tiles come last: DeepSpeed's attention stays registered in transformers.
     """
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}\n")
-    print_head("how", *peak_head(lengths), "ms", "loss")
+    measure.print_head("how", *peak_head(lengths), "ms", "loss")
     for how in MAKE_STEP:
         try:
             low, high = (measured_on_gpu(how, seqlen) for seqlen in lengths)
@@ -280,7 +263,7 @@ def gpu_table(lengths: Sequence[int]) -> None:
             traceback.print_exc()
             continue
         cells = peak_cells(low, high, lengths)
-        print_row(how, *cells, f"{high['ms']:.0f}", f"{high['loss']:.6f}")
+        measure.print_row(how, *cells, f"{high['ms']:.0f}", f"{high['loss']:.6f}")
 
 
 def peak_head(lengths: Sequence[int]) -> tuple[str, str, str]:

@@ -41,7 +41,6 @@ class ColossalAIEngine:
         self._device = get_accelerator().get_current_device()
 
     def step(self, batches: Sequence[Batch]) -> StepResult:
-        """As in `engine.Engine`."""
         losses = []
         for batch in batches:
             loss = self._model(**to_device(batch, self._device)).loss
@@ -54,26 +53,22 @@ class ColossalAIEngine:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
-        """As in `engine.Engine`."""
         self._model.eval()
         loss = self._model(**to_device(batch, self._device)).loss
         self._model.train()
         return mean_over_ranks(loss)
 
     def save(self, folder: Path, progress: dict[str, int]) -> None:
-        """As in `engine.Engine`."""
         with write_checkpoint(folder, progress) as path:
             self._booster.save_model(self._model, str(path / "model"), shard=True)
             self._booster.save_optimizer(self._optimizer, str(path / "optimizer"), shard=True)
 
     def load(self, checkpoint: Path) -> dict[str, int]:
-        """As in `engine.Engine`."""
         self._booster.load_model(self._model, str(checkpoint / "model"))
         self._booster.load_optimizer(self._optimizer, str(checkpoint / "optimizer"))
         return read_progress(checkpoint)
 
     def close(self) -> None:
-        """As in `engine.Engine`."""
         self._stack.close()
         dist.barrier()
         dist.destroy_process_group()

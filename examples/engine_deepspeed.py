@@ -48,7 +48,6 @@ class DeepSpeedEngine:
         self.accumulation = self._engine.gradient_accumulation_steps()
 
     def step(self, batches: Sequence[Batch]) -> StepResult:
-        """As in `engine.Engine`."""
         shards = [self._wallfacer.shard_batch(batch) for batch in batches]
         valid = None
         if self._wallfacer.block.loss_average == "token":
@@ -66,7 +65,6 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
-        """As in `engine.Engine`."""
         self._engine.eval()
         shard, sp = self._wallfacer.shard_batch(batch), self._wallfacer.sp
         loss = sp.loss(self._logits(shard), shard["labels"]) * sp.size
@@ -74,18 +72,15 @@ class DeepSpeedEngine:
         return float(self._wallfacer.mean(loss))
 
     def save(self, folder: Path, progress: dict[str, int]) -> None:
-        """As in `engine.Engine`."""
         tag = f"step{progress['step']}"
         self._engine.save_checkpoint(str(folder), tag=tag, client_state={"progress": progress})
 
     def load(self, checkpoint: Path) -> dict[str, int]:
-        """As in `engine.Engine`."""
         tag = checkpoint.name + (UNIVERSAL_SUFFIX if self._is_converted else "")
         _, client = self._engine.load_checkpoint(str(checkpoint.parent), tag=tag)
         return client["progress"]
 
     def close(self) -> None:
-        """As in `engine.Engine`."""
         self._engine.destroy()
         dist.barrier()
         dist.destroy_process_group()

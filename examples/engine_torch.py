@@ -54,7 +54,6 @@ class TorchEngine:
         )
 
     def step(self, batches: Sequence[Batch]) -> StepResult:
-        """As in `engine.Engine`."""
         shards = [self._shard(batch) for batch in batches]
         losses = []
         for i, shard in enumerate(shards):
@@ -72,19 +71,16 @@ class TorchEngine:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
-        """As in `engine.Engine`."""
         self._model.eval()
         loss = self._loss(self._shard(batch))
         self._model.train()
         return mean_over_ranks(loss)
 
     def save(self, folder: Path, progress: dict[str, int]) -> None:
-        """As in `engine.Engine`."""
         with write_checkpoint(folder, progress) as path:
             dcp.save(self._state(), checkpoint_id=path)
 
     def load(self, checkpoint: Path) -> dict[str, int]:
-        """As in `engine.Engine`."""
         state = self._state()
         dcp.load(state, checkpoint_id=checkpoint)
         set_state_dict(
@@ -96,7 +92,6 @@ class TorchEngine:
         return read_progress(checkpoint)
 
     def close(self) -> None:
-        """As in `engine.Engine`."""
         dist.barrier()
         dist.destroy_process_group()
 

@@ -81,38 +81,25 @@ def train(
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--engine", default="deepspeed", choices=["deepspeed", "colossalai", "torch"]
-    )
-    parser.add_argument(
-        "--deepspeed_config", "--config", default="configs/deepspeed/zero2_concentric.json"
-    )
-    parser.add_argument(
-        "--data", nargs="*", default=[], help="files or globs; default: Python's own sources"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=60, help="optimizer steps, counted from the first run"
-    )
-    parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--save-every", type=int, default=0, help="steps between checkpoints; 0: none"
-    )
-    parser.add_argument(
-        "--resume", nargs="?", const="", help="checkpoint folder; default OUT/checkpoints"
-    )
-    parser.add_argument("--resume-tag", help="a checkpoint in that folder; default: the last one")
-    parser.add_argument("--out", type=Path, default=Path("runs/pretrain"))
-    parser.add_argument(
-        "--timeout", type=float, default=600, help="seconds that ranks wait for each other"
-    )
-    parser.add_argument("--local_rank", type=int, help="the deepspeed launcher gives it; not used")
+    config = "configs/deepspeed/zero2_concentric.json"
+    add = parser.add_argument
+    add("--engine", default="deepspeed", choices=["deepspeed", "colossalai", "torch"])
+    add("--deepspeed_config", "--config", default=config)
+    add("--data", nargs="*", default=[], help="files or globs; default: Python's own sources")
+    add("--steps", type=int, default=60, help="optimizer steps, counted from the first run")
+    add("--seq-len", type=int, default=4096, help="tokens of a sequence")
+    add("--seed", type=int, default=0)
+    add("--save-every", type=int, default=0, help="steps between checkpoints; 0: none")
+    add("--resume", nargs="?", const="", help="checkpoint folder; default OUT/checkpoints")
+    add("--resume-tag", help="a checkpoint in that folder; default: the last one")
+    add("--out", type=Path, default=Path("runs/pretrain"))
+    add("--timeout", type=float, default=600, help="seconds that ranks wait for each other")
+    add("--local_rank", type=int, help="the deepspeed launcher gives it; not used")
     args = parser.parse_args()
-    for name in ("steps", "seq_len"):
-        if getattr(args, name) < 1:
-            parser.error(
-                f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}"
-            )
+    if args.steps < 1:
+        parser.error(f"--steps must be at least 1, got {args.steps}")
+    if args.seq_len < 1:
+        parser.error(f"--seq-len must be at least 1, got {args.seq_len}")
     return args
 
 

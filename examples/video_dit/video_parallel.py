@@ -59,11 +59,13 @@ def stages(model: VideoDiT, switch: bool) -> Stages:
     """
     mixes = [block.mixes for block in model.blocks]
     needs = {f"blocks.{i}": name for i, name in enumerate(mixes) if name != "full"}
-    first_mixed = [*needs.values(), "time"][0]
+    starts_along = "space"
+    if switch and needs and list(needs.values())[0] == "space":
+        starts_along = "time"
     return Stages(
         dims={"time": 1, "space": 2},
         enters="blocks.0",
-        starts_along="time" if switch and first_mixed == "space" else "space",
+        starts_along=starts_along,
         leaves="final",
         needs=needs if switch else {},
     )
