@@ -1,4 +1,4 @@
-"""The lab's phases: every predicted second stands beside a measured one, in the order of a step."""
+"""The phases of the lab's report: each predicted second is in one of them, in a step's order."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ ROUTES = ({"name": "ring"}, {"name": "mesh", "rows": 2, "cols": 2}, {"name": "al
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route["name"])
-def test_every_predicted_second_is_told_once(route) -> None:
+def test_every_predicted_second_is_in_one_phase(route) -> None:
     topology = replace(PRESETS["h100-8x400g"].with_ranks(8), agreement_s=0.01)
     request = Request(topology, Workload(Shape(1, 8, 8, 64, 2), 4096, Mask(CAUSAL)))
     placed = in_rank_order(route, 4)
     plan = price_plan(request, Choice(2, placed, placed))
-    expected = lab_timeline.predicted_phases(plan)
-    both = (plan.around, plan.forward, plan.backward)
-    assert sum(expected.values()) == pytest.approx(sum(one.seconds for one in both))
-    order = sorted(expected, key=lab_report.phase_order)
+    predicted = lab_timeline.predicted_phases(plan)
+    costs = (plan.around, plan.forward, plan.backward)
+    assert sum(predicted.values()) == pytest.approx(sum(cost.seconds for cost in costs))
+    order = sorted(predicted, key=lab_report.phase_order)
     assert order[:2] == ["agreement", "forward ulysses qkv"]
     assert order.index("forward ulysses out") + 1 == order.index("backward ulysses out")
     assert order[-2:] == ["backward home", "backward ulysses qkv"]
-    took = {label: 1.0 for label in order if "gather" not in label} | {"rest": 0.5}
-    rows = list(lab_report.align_phases(expected, took))
-    assert [label for label, *_ in rows] == list(took)
-    assert sum(told for _, told, _ in rows) == pytest.approx(sum(expected.values()))
-    assert sum(spent for *_, spent in rows) == pytest.approx(sum(took.values()))
+    # phases of gathering are not measured: their predicted seconds are added to the next phase
+    measured = {label: 1.0 for label in order if "gather" not in label} | {"rest": 0.5}
+    rows = list(lab_report.align_phases(predicted, measured))
+    assert [label for label, *_ in rows] == list(measured)
+    assert sum(seconds for _, seconds, _ in rows) == pytest.approx(sum(predicted.values()))
+    assert sum(seconds for *_, seconds in rows) == pytest.approx(sum(measured.values()))

@@ -1,4 +1,4 @@
-"""The baseline of the benchmarks is a right one: Megatron's layer equals the whole layer."""
+"""The baseline of the benchmarks is exact: Megatron's layer on ranks equals the layer alone."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ def attend(q, k, v):
 
 @pytest.mark.parametrize("num_ranks", (1, 2, 3, 4, 6))
 def test_megatron_layer_is_exact_with_eight_collectives(num_ranks):
-    whole = layers.Layer(24, 12).double()
+    layer = layers.Layer(24, 12).double()
     x = torch.randn(2, 13, 24, generator=torch.Generator().manual_seed(1)).double()
     x.requires_grad_()
-    out = whole(x, attend)
+    out = layer(x, attend)
     out.square().sum().backward()
-    sizes = chunk_sizes(13, num_ranks)
+    sizes = chunk_sizes(13, num_ranks)  # 13 rows: not a multiple of the ranks
 
-    def one_rank(comm):
+    def run_rank(comm):
         counting = measure.Counting(comm)
-        part = layers.cut_for_megatron(whole, comm.rank, num_ranks)
+        part = layers.cut_for_megatron(layer, comm.rank, num_ranks)
         rows = x.detach().split(sizes, 1)[comm.rank].clone().requires_grad_()
-        mine = part(rows, attend, *layers.megatron_moves(counting, sizes))
-        mine.square().sum().backward()
-        return mine, rows.grad, part.qkv.grad, counting.take()
+        out = part(rows, attend, *layers.megatron_moves(counting, sizes))
+        out.square().sum().backward()
+        return out, rows.grad, part.qkv.grad, counting.take()
 
-    results = run_threads(num_ranks, one_rank)
-    for index, wanted in enumerate((out, x.grad)):
-        found = torch.cat([result[index] for result in results], 1)
-        assert (found - wanted).abs().max() < 1e-10
-    grads = torch.cat([grad for _, _, grad, _ in results], 1)
-    assert (grads - whole.qkv.grad).abs().max() < 1e-10
-    unit = 2 * 13 * 24 * 8
-    assert sum(sent for *_, (_, sent) in results) == 8 * (num_ranks - 1) * unit
-    assert num_ranks == 1 or all(posts == 8 for *_, (posts, _) in results)
+    results = run_threads(num_ranks, run_rank)
+    outs, dx, dqkv, counts = zip(*results, strict=True)
+    assert (torch.cat(outs, 1) - out).abs().max() < 1e-10
+    assert (torch.cat(dx, 1) - x.grad).abs().max() < 1e-10
+    assert (torch.cat(dqkv, 1) - layer.qkv.grad).abs().max() < 1e-10
+    if num_ranks > 1:
+        assert all(posts == 8 for posts, _ in counts)
+    bytes_of_x = 2 * 13 * 24 * 8
+    assert sum(sent for _, sent in counts) == 8 * (num_ranks - 1) * bytes_of_x
 
 
-def test_heads_that_do_not_divide_are_refused():
+def test_ranks_that_do_not_divide_the_heads_are_refused():
     with pytest.raises(ValueError, match="the 5 ranks must divide the 12 heads"):
         layers.cut_for_megatron(layers.Layer(24, 12), 0, 5)

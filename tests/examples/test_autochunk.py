@@ -1,4 +1,4 @@
-"""The examples of AutoChunk run in seconds and say what they saved."""
+"""The examples of AutoChunk: they run in seconds, and print their memory and their error."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "examples" / "autochunk"
 
 
-def run(monkeypatch: pytest.MonkeyPatch, script: str, *words: str) -> None:
+def run_example(monkeypatch: pytest.MonkeyPatch, script: str, *args: str) -> None:
     monkeypatch.syspath_prepend(FOLDER)
-    monkeypatch.setattr(sys, "argv", [script, *words])
+    monkeypatch.setattr(sys, "argv", [script, *args])
     runpy.run_path(str(FOLDER / script), run_name="__main__")
 
 
-def test_a_fold_block_within_a_budget(
+def test_fold_block_saves_memory_and_stays_exact(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = "--residues", "24", "--sequences", "8", "--max-memory", "4MiB"
-    run(monkeypatch, "fold_block.py", *words)
+    args = ("--residues", "24", "--sequences", "8", "--max-memory", "4MiB")
+    run_example(monkeypatch, "fold_block.py", *args)
     out = capsys.readouterr().out
     assert "saved" in out and "slices" in out
-    assert float(out.split("largest difference: ")[1]) < 1e-4
+    assert float(out.split("largest difference: ")[1]) < 1e-4  # float32
 
 
-def test_a_long_prefill(
+def test_long_prefill_finds_the_longest_prompt_within_a_budget(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers", reason="the transformers extra is missing")
-    run(monkeypatch, "long_prefill.py", "--max-memory", "2MiB", "--max-slowdown", "9")
+    run_example(monkeypatch, "long_prefill.py", "--max-memory", "2MiB", "--max-slowdown", "9")
     out = capsys.readouterr().out
     tokens = int(out.split("2MiB: ")[1].split()[0])
     assert tokens >= 256
