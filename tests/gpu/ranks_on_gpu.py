@@ -1,6 +1,6 @@
-"""Attention on ranks of one GPU beside one process, and how far both are from float64.
+"""Attention on ranks that share one GPU, and on one rank: the errors of both against float64.
 
-Ranks are threads or gloo processes that share the GPU: NCCL takes one rank a GPU.
+Ranks are threads or gloo processes, since NCCL takes one rank per GPU.
 
 Shapes: b batch, S global seqlen, h query heads, g key heads, d head_dim.
 """
@@ -22,11 +22,12 @@ from wf_backends.comm import Communicator
 from wf_backends.kernels import Dropout
 from wf_backends.schedule import make_mask
 
-Words = Mapping[str, Any]
+Options = Mapping[str, Any]
+DROPOUT_SEED = 7
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAMES = ("out", "dq", "dk", "dv")
+RESULTS = ("out", "dq", "dk", "dv")
 
-SCHEMES: Mapping[int, Mapping[str, Words]] = {
+SCHEMES: Mapping[int, Mapping[str, Options]] = {
     2: {
         "ring": {"route": "ring"},
         "all-gather": {"route": "all_gather"},
@@ -53,11 +54,11 @@ SCHEMES: Mapping[int, Mapping[str, Words]] = {
         "auto": {"route": "auto", "topology": "one-host"},
     },
 }
-"""By number of ranks and name, as configurations."""
+"""Number of ranks -> name -> fields of the sequence-parallel config."""
 
 
-def masks(seqlen: int) -> dict[str, Words]:
-    """Every kind of mask, by name, as `SequenceParallel.attention` takes it."""
+def masks(seqlen: int) -> dict[str, Options]:
+    """Name -> a mask as arguments of `SequenceParallel.attention`; one of every type."""
     third, half = seqlen // 3, seqlen // 2
     return {
         "full": {},
@@ -74,8 +75,8 @@ def masks(seqlen: int) -> dict[str, Words]:
 
 
 @dataclass(frozen=True)
-class OnGpu:
-    """What is attended to, and with which options of `SequenceParallel.attention`."""
+class GpuCase:
+    """Sizes, mask and options of an attention call."""
 
     seqlen: int
     mask: str
@@ -91,73 +92,82 @@ class OnGpu:
     sinks: bool = False
 
     def options(self) -> dict[str, Any]:
-        """Beside the mask; slopes and sinks of the heads."""
-        found: dict[str, Any] = {}
+        """Arguments of `SequenceParallel.attention` beside tensors and mask."""
+        options: dict[str, Any] = {}
         if self.dropout_p:
-            found |= {"dropout_p": self.dropout_p, "dropout_seed": 7}
+            options |= {"dropout_p": self.dropout_p, "dropout_seed": DROPOUT_SEED}
         if self.softcap:
-            found["softcap"] = self.softcap
+            options["softcap"] = self.softcap
         if self.alibi:
-            found["alibi_slopes"] = 2.0 ** -torch.arange(1.0, self.heads + 1).to(DEVICE)
+            options["alibi_slopes"] = 2.0 ** -torch.arange(1.0, self.heads + 1).to(DEVICE)
         if self.sinks:
-            found["sinks"] = torch.linspace(-1, 2, self.heads, device=DEVICE)
-        return found
+            options["sinks"] = torch.linspace(-1, 2, self.heads, device=DEVICE)
+        return options
+
+    def reference_options(self) -> dict[str, Any]:
+        """The same as arguments of `dense_attention`."""
+        options = self.options()
+        if self.dropout_p:
+            del options["dropout_p"], options["dropout_seed"]
+            options["dropout"] = Dropout(self.dropout_p, DROPOUT_SEED, (0, self.heads))
+        return options
 
     def tensors(self) -> list[Tensor]:
-        """Whole q, k, v and dout (b, S, h or g, d), the same wherever they are drawn."""
+        """q, k, v and dout of the whole sequence (b, S, h or g, d), the same on every rank."""
         random = torch.Generator().manual_seed(0)
-        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        shapes = [(self.batch, self.seqlen, n, self.head_dim) for n in heads]
-        drawn = (torch.randn(shape, generator=random) for shape in shapes)
-        return [x.to(DEVICE, self.dtype) for x in drawn]
+        head_counts = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        shapes = [(self.batch, self.seqlen, heads, self.head_dim) for heads in head_counts]
+        tensors = (torch.randn(shape, generator=random) for shape in shapes)
+        return [x.to(DEVICE, self.dtype) for x in tensors]
 
 
-def attend(comm: Communicator, words: Words, case: OnGpu) -> list[Tensor]:
-    """Whole out, dq, dk and dv, as this rank puts them together."""
-    words = {"sequence_parallel_size": comm.size, "kernel": case.kernel, **words}
-    sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
+def attend(comm: Communicator, scheme: Options, case: GpuCase) -> list[Tensor]:
+    """Out, dq, dk and dv of the whole sequence."""
+    config = {"sequence_parallel_size": comm.size, "kernel": case.kernel, **scheme}
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(config), comm)
     mask = masks(case.seqlen)[case.mask]
-    by = {name: x for name, x in mask.items() if name not in ("causal", "window_size")}
-    *qkv, dout = (sp.shard(x, **by) for x in case.tensors())
-    local = [x.requires_grad_() for x in qkv]
-    # Threads that wait for each other in a backward may not share autograd's thread of the GPU.
+    # Layouts follow from these arguments of a mask.
+    layout = {key: x for key, x in mask.items() if key not in ("causal", "window_size")}
+    *qkv, dout = (sp.shard(x, **layout) for x in case.tensors())
+    leaves = [x.requires_grad_() for x in qkv]
+    # Threads that wait for each other in a backward must not share autograd's thread of the GPU.
     with torch.autograd.set_multithreading_enabled(False):
-        out = sp.attention(*local, **mask, **case.options())
-        grads = torch.autograd.grad(out, local, dout)
-    return [sp.unshard(x, **by).detach() for x in (out, *grads)]
+        out = sp.attention(*leaves, **mask, **case.options())
+        grads = torch.autograd.grad(out, leaves, dout)
+    return [sp.unshard(x, **layout).detach() for x in (out, *grads)]
 
 
-def attend_alone(comm: Communicator, case: OnGpu) -> list[Tensor]:
-    """The same by one rank."""
+def attend_alone(comm: Communicator, case: GpuCase) -> list[Tensor]:
+    """The same on one rank."""
     return attend(comm, {"route": "ring", "layout": "contiguous"}, case)
 
 
 @cache
-def right(case: OnGpu) -> list[Tensor]:
-    """Out, dq, dk and dv by one dense softmax in float64."""
+def reference(case: GpuCase) -> list[Tensor]:
+    """Out, dq, dk and dv of dense attention in float64."""
     *qkv, dout = (x.double() for x in case.tensors())
     leaves = [x.requires_grad_() for x in qkv]
-    options = {name: x for name, x in case.options().items() if not name.startswith("dropout")}
-    if case.dropout_p:
-        options["dropout"] = Dropout(case.dropout_p, 7, (0, case.heads))
     mask = make_mask(**masks(case.seqlen)[case.mask], seqlen=case.seqlen)
-    out = dense_attention(*leaves, mask, case.head_dim**-0.5, **options)
+    out = dense_attention(*leaves, mask, case.head_dim**-0.5, **case.reference_options())
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def errors(found: list[Tensor], case: OnGpu) -> list[float]:
-    """Of out, dq, dk and dv: |found - right| / |right|."""
-    pairs = zip(found, right(case), strict=True)
-    return [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
+def relative_errors(results: list[Tensor], case: GpuCase) -> list[float]:
+    """Those of out, dq, dk and dv: |x - expected| / |expected|."""
+    pairs = zip(results, reference(case), strict=True)
+    return [float((x.double() - y).norm() / y.norm()) for x, y in pairs]
 
 
 @cache
-def alone(case: OnGpu) -> list[float]:
-    """The errors of one rank with the same kernel: the yardstick."""
-    return errors(run_threads(1, attend_alone, case)[0], case)
+def one_rank_errors(case: GpuCase) -> list[float]:
+    """The errors of one rank with the same kernel."""
+    return relative_errors(run_threads(1, attend_alone, case)[0], case)
 
 
-def line(name: str, case: OnGpu, many: list[float], one: list[float]) -> str:
-    """Errors of several ranks and of one, for people."""
-    told = (f"{n} {a:.2e} ({b:.2e})" for n, a, b in zip(NAMES, many, one, strict=True))
-    return f"{name}, {case.mask}, {case.dtype}, {case.kernel}: {', '.join(told)}"
+def describe(name: str, case: GpuCase, errors: list[float], expected: list[float]) -> str:
+    """A line to print: the errors of several ranks and, in brackets, those of one."""
+    parts = (
+        f"{result} {error:.2e} ({one_rank:.2e})"
+        for result, error, one_rank in zip(RESULTS, errors, expected, strict=True)
+    )
+    return f"{name}, {case.mask}, {case.dtype}, {case.kernel}: {', '.join(parts)}"

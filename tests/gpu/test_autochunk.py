@@ -1,7 +1,7 @@
-"""AutoChunk on a GPU: the model's outputs, its state, and the memory that the plan says.
+"""AutoChunk on a GPU: outputs are those of the model, and peaks of memory those of the plan.
 
-Peaks are counted twice: storages by a tracker, which the plan predicts, and the bytes that torch's
-allocator was asked for, in which libraries' workspaces are, too. Each test prints its figures.
+A peak is measured twice: as bytes of storages by a tracker, which the plan predicts, and as bytes
+requested from torch's allocator, which include the workspaces of libraries. Tests print both.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ with pytest.MonkeyPatch.context() as patch:
 
 pytestmark = pytest.mark.gpu
 
-ANY = 4.0  # slowdown: memory is the matter here
-WORKSPACE = 32 << 20  # of cuBLASLt, for the time of a product with a bias
+ANY_SLOWDOWN = 4.0  # the tests are about memory
+WORKSPACE_BYTES = 32 << 20  # of cuBLASLt, during a product with a bias
 WIDE = {"width": 1024, "heads": 16}
 CASES: dict[str, Callable[[bool], models.ModelAndInputs]] = {
     "gpt2": partial(models.gpt2, 4096, **WIDE),
@@ -41,21 +41,19 @@ CASES: dict[str, Callable[[bool], models.ModelAndInputs]] = {
     "unet": partial(models.unet, 128),
     "unet_condition": partial(models.unet_condition, 64),
 }
-CONVOLVE = ("vit", "unet", "unet_condition")  # cuDNN's workspaces are as large as it likes
-
-
-FORMS = ((False, torch.float32), (True, torch.float32), (True, torch.bfloat16))
+CONVOLUTIONAL = ("vit", "unet", "unet_condition")  # cuDNN's workspaces have no known size
+ATTENTIONS = ((False, torch.float32), (True, torch.float32), (True, torch.bfloat16))
 
 
 @pytest.fixture(autouse=True)
 def no_tf32() -> Iterator[None]:
-    switches = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = [switch.allow_tf32 for switch in switches]
-    for switch in switches:
-        switch.allow_tf32 = False
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn
+    previous = [backend.allow_tf32 for backend in backends]
+    for backend in backends:
+        backend.allow_tf32 = False
     yield
-    for switch, allowed in zip(switches, before, strict=True):
-        switch.allow_tf32 = allowed
+    for backend, allowed in zip(backends, previous, strict=True):
+        backend.allow_tf32 = allowed
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -65,106 +63,113 @@ def outputs(model: nn.Module, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         return [x.double() for x in models.tensors(model(**kwargs))]
 
 
-def difference(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    pairs = zip(found, wanted, strict=True)
+def largest_error(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest difference, relative to the largest value of the tensor."""
+    pairs = zip(actual, expected, strict=True)
     return largest(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
 
 
-@pytest.mark.parametrize(("fused", "dtype"), FORMS, ids=["eager", "fused", "fused-bfloat16"])
+@pytest.mark.parametrize(("fused", "dtype"), ATTENTIONS, ids=["eager", "fused", "fused-bfloat16"])
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_are_the_models_and_the_peak_is_the_plans(
+def test_outputs_are_exact_and_peaks_are_those_of_the_plan(
     name: str, fused: bool, dtype: torch.dtype
 ) -> None:
     if name.startswith("unet"):
         pytest.importorskip("diffusers", reason="diffusers is not installed")
     model, kwargs = models.build(CASES[name], fused, device="cuda", dtype=dtype)
-    state = {key: value.data_ptr() for key, value in model.state_dict().items()}
-    chunked = autochunk(model, kwargs=kwargs, max_slowdown=ANY)
+    addresses = {key: value.data_ptr() for key, value in model.state_dict().items()}
+    chunked = autochunk(model, kwargs=kwargs, max_slowdown=ANY_SLOWDOWN)
     plan = chunked.plan
 
-    own, ours = outputs(model, kwargs), outputs(chunked, kwargs)
-    exact = outputs(copy.deepcopy(model).double(), models.in_dtype(kwargs, torch.float64))
-    errors = difference(own, exact), difference(ours, exact)
-    direct = difference(ours, own)
-    del own, ours, exact
-    before, after = (models.measured_peak(x, kwargs) for x in (model, chunked))
+    model_outputs, chunked_outputs = outputs(model, kwargs), outputs(chunked, kwargs)
+    reference = outputs(copy.deepcopy(model).double(), models.in_dtype(kwargs, torch.float64))
+    model_error = largest_error(model_outputs, reference)
+    chunked_error = largest_error(chunked_outputs, reference)
+    difference = largest_error(chunked_outputs, model_outputs)
+    del model_outputs, chunked_outputs, reference
+    tracked_before, tracked = (models.measured_peak(x, kwargs) for x in (model, chunked))
     with torch.no_grad():
-        asked = [models.device_peak(partial(x, **kwargs)) for x in (model, chunked)]
+        device_peaks = [models.device_peak(partial(x, **kwargs)) for x in (model, chunked)]
     print(
         f"\n{name}, {'fused' if fused else 'eager'}, {dtype}: MiB predicted "
-        f"{plan.peak_before >> 20} -> {plan.peak >> 20}, tracked {before >> 20} -> {after >> 20}, "
-        + ", ".join(f"requested {a.requested >> 20} allocated {a.allocated >> 20}" for a in asked)
-        + f"; {len(plan.regions)} regions, slowdown {plan.slowdown:.1%}; error {errors[0]:.1e}, "
-        f"ours {errors[1]:.1e}, between them {direct:.1e}"
+        f"{plan.peak_before >> 20} -> {plan.peak >> 20}, "
+        f"tracked {tracked_before >> 20} -> {tracked >> 20}, "
+        + ", ".join(
+            f"requested {peak.requested >> 20} allocated {peak.allocated >> 20}"
+            for peak in device_peaks
+        )
+        + f"; {len(plan.regions)} regions, slowdown {plan.slowdown:.1%}; error of the model "
+        f"{model_error:.1e}, chunked {chunked_error:.1e}, between them {difference:.1e}"
     )
 
-    assert {key: value.data_ptr() for key, value in chunked.state_dict().items()} == state
-    assert errors[1] <= max(2 * errors[0], 1e-5)
-    if dtype is torch.float32 and name not in CONVOLVE:
-        assert direct <= 1e-5
-    assert before == pytest.approx(plan.peak_before, rel=0.05)
-    assert after == pytest.approx(plan.peak, rel=0.05)
+    assert {key: value.data_ptr() for key, value in chunked.state_dict().items()} == addresses
+    assert chunked_error <= max(2 * model_error, 1e-5)
+    if dtype is torch.float32 and name not in CONVOLUTIONAL:
+        assert difference <= 1e-5
+    assert tracked_before == pytest.approx(plan.peak_before, rel=0.05)
+    assert tracked == pytest.approx(plan.peak, rel=0.05)
     if not fused:
         assert plan.saved > 0.5
-    if name not in CONVOLVE:
-        for predicted, seen in zip((plan.peak_before, plan.peak), asked, strict=True):
-            assert 0.95 * predicted <= seen.requested <= 1.05 * predicted + WORKSPACE
+    if name not in CONVOLUTIONAL:
+        for predicted, peak in zip((plan.peak_before, plan.peak), device_peaks, strict=True):
+            assert 0.95 * predicted <= peak.requested <= 1.05 * predicted + WORKSPACE_BYTES
 
 
 @pytest.mark.parametrize("share", [0.5, 0.2, 0.1])
 def test_a_budget_is_kept(share: float) -> None:
     model, kwargs = models.build(CASES["gpt2"], False, device="cuda")
     with torch.no_grad():
-        whole = models.device_peak(lambda: model(**kwargs)).requested
-        budget = int(share * whole)
-        chunked = autochunk(model, kwargs=kwargs, max_memory=budget, max_slowdown=ANY)
-        seen = models.device_peak(lambda: chunked(**kwargs))
+        peak_before = models.device_peak(lambda: model(**kwargs)).requested
+        budget = int(share * peak_before)
+        chunked = autochunk(model, kwargs=kwargs, max_memory=budget, max_slowdown=ANY_SLOWDOWN)
+        peak = models.device_peak(lambda: chunked(**kwargs))
     print(
-        f"\nMiB: budget {budget >> 20} of {whole >> 20}, predicted {chunked.plan.peak >> 20}", seen
+        f"\nMiB: budget {budget >> 20} of {peak_before >> 20}, predicted {chunked.plan.peak >> 20}",
+        peak,
     )
-    assert seen.requested <= budget + WORKSPACE
+    assert peak.requested <= budget + WORKSPACE_BYTES
 
 
-def test_autocast_is_seen() -> None:
-    """The slices compute in the types of autocast, which holds at the call."""
+def test_slices_compute_in_the_dtype_of_autocast_at_the_call() -> None:
     model, kwargs = models.build(CASES["llama"], True, device="cuda")
     model.requires_grad_(False)
     with torch.autocast("cuda", torch.bfloat16):
-        chunked = autochunk(model, kwargs=kwargs, max_slowdown=ANY)
-        found = difference(outputs(chunked, kwargs), outputs(model, kwargs))
+        chunked = autochunk(model, kwargs=kwargs, max_slowdown=ANY_SLOWDOWN)
+        error = largest_error(outputs(chunked, kwargs), outputs(model, kwargs))
     assert chunked.plan.regions
-    assert found <= 2e-2, found
-    assert difference(outputs(chunked, kwargs), outputs(model, kwargs)) <= 1e-5  # planned anew
+    assert error <= 2e-2, error
+    # Outside of autocast the forward is planned again.
+    assert largest_error(outputs(chunked, kwargs), outputs(model, kwargs)) <= 1e-5
 
 
-def test_the_saving_holds_under_torch_compile() -> None:
+def test_the_peak_under_torch_compile_is_that_of_the_plan() -> None:
     class Attention(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x @ x.transpose(-1, -2)).softmax(-1) @ x
 
     model, x = Attention().eval(), torch.randn(1, 8192, 64, device="cuda")
-    chunked = autochunk(model, (x,), max_memory=0.3, max_slowdown=ANY)
+    chunked = autochunk(model, (x,), max_memory=0.3, max_slowdown=ANY_SLOWDOWN)
     compiled = torch.compile(chunked)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
-        seen = models.device_peak(lambda: compiled(x))
-    print(f"\ncompiled: predicted {chunked.plan.peak >> 20} MiB", seen)
+        peak = models.device_peak(lambda: compiled(x))
+    print(f"\ncompiled: predicted {chunked.plan.peak >> 20} MiB", peak)
     assert chunked.plan.regions
-    assert seen.requested <= 1.05 * chunked.plan.peak + (1 << 20)
+    assert peak.requested <= 1.05 * chunked.plan.peak + (1 << 20)
 
 
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(
-    ("dtype", "queries_per_key", "error"),
+    ("dtype", "queries_per_key", "tolerance"),
     [(torch.float32, 1, 1e-5), (torch.float32, 2, 1e-5), (torch.bfloat16, 2, 3e-2)],
     ids=["float32", "float32-grouped", "bfloat16-grouped"],
 )
-def test_training_in_tiles(
-    dtype: torch.dtype, queries_per_key: int, error: float, checkpoints: bool
+def test_gradients_in_tiles_are_exact_and_the_peak_of_a_step_is_that_of_the_plan(
+    dtype: torch.dtype, queries_per_key: int, tolerance: float, checkpoints: bool
 ) -> None:
-    """Gradients, and the peak of a step beyond weights, their gradients and inputs.
+    """The peak is counted without weights, their gradients and inputs.
 
-    Grouped heads in float32 have no fused kernel in torch: all scores of a layer stay.
+    Grouped heads in float32 have no fused kernel in torch: all scores of a layer stay in memory.
     """
     sizes = {"width": 512, "layers": 2, "heads": 8, "vocabulary": 32768}
     make = partial(models.llama, **sizes, queries_per_key=queries_per_key)
@@ -182,58 +187,65 @@ def test_training_in_tiles(
         step()
         return [x.grad.double() for x in model.parameters()]
 
-    wanted, whole = gradients(), (tracked(step, model, batch), models.device_peak(step))
+    expected = gradients()
+    tracked_before, peak_before = tracked_peak(step, model, batch), models.device_peak(step)
     tiled = autochunk(model, kwargs=batch, max_slowdown=0.5)
-    found, seen = gradients(), (tracked(step, model, batch), models.device_peak(step))
-    off = difference(found, wanted)
+    actual = gradients()
+    tracked, peak = tracked_peak(step, model, batch), models.device_peak(step)
+    error = largest_error(actual, expected)
+
     plan = tiled.plan
-    print(
-        f"\ntraining, {dtype}, {queries_per_key} queries a key, checkpoints {checkpoints}; "
-        f"gradients off by {off:.1e}; predicted, tracked, requested, in blocks:"
+    peaks = (
+        (plan.peak_before, tracked_before, peak_before),
+        (plan.peak, tracked, peak),
     )
-    pairs = ((plan.peak_before, *whole), (plan.peak, *seen))
-    for told, counted, asked in pairs:
-        print(f"{told:,} {counted:,} {asked.requested:,} {asked.allocated:,} bytes")
+    print(
+        f"\ntraining, {dtype}, {queries_per_key} queries per key, checkpoints {checkpoints}; error "
+        f"of the gradients {error:.1e}; bytes predicted, tracked, requested, allocated:"
+    )
+    for predicted, tracked_bytes, device_peak in peaks:
+        print(
+            f"{predicted:,} {tracked_bytes:,} {device_peak.requested:,} {device_peak.allocated:,}"
+        )
     print(plan.explain())
-    assert off <= error
-    for told, counted, asked in pairs:
-        assert counted == pytest.approx(told, rel=0.05)
-        assert 0.95 * told <= asked.requested <= 1.05 * told + WORKSPACE
+    assert error <= tolerance
+    for predicted, tracked_bytes, device_peak in peaks:
+        assert tracked_bytes == pytest.approx(predicted, rel=0.05)
+        upper_bound = 1.05 * predicted + WORKSPACE_BYTES
+        assert 0.95 * predicted <= device_peak.requested <= upper_bound
     if dtype is torch.bfloat16 or queries_per_key == 1:
-        assert seen[1].requested < 0.6 * whole[1].requested
+        assert peak.requested < 0.6 * peak_before.requested
 
 
-def tracked(step: Callable[[], None], model: nn.Module, batch: dict[str, Any]) -> int:
-    """Bytes of the storages of a step, beyond weights, their gradients and inputs."""
+def tracked_peak(step: Callable[[], None], model: nn.Module, batch: dict[str, Any]) -> int:
+    """The peak of the storages of a step, without weights, their gradients and inputs."""
     weights = [*model.parameters(), *model.buffers()]
-    known = [
-        x for x in (*weights, *(w.grad for w in weights), *batch.values()) if torch.is_tensor(x)
-    ]
+    grads = [weight.grad for weight in weights]
+    excluded = [x for x in (*weights, *grads, *batch.values()) if torch.is_tensor(x)]
     gc.collect()
-    with StorageTracker(known) as seen:
+    with StorageTracker(excluded) as tracker:
         step()
-    return seen.peak
+    return tracker.peak
 
 
-def test_rates_of_the_device() -> None:
-    """Figures for whoever reads them: how fast a shared GPU is just now is no matter of a test."""
-    print()
-    for dtype in (torch.float32, torch.bfloat16):
-        rates = measure_rates(torch.device("cuda"), dtype)
-        print(dtype, rates)
-        found = asdict(rates)
-        assert all(0 <= value < float("inf") for value in found.values()), found
-        assert all(value > 0 for key, value in found.items() if key.endswith("_per_s")), found
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_measured_rates_of_the_gpu_are_positive_and_finite(dtype: torch.dtype) -> None:
+    """Prints them; on a shared GPU nothing is known of their size."""
+    rates = measure_rates(torch.device("cuda"), dtype)
+    print(f"\n{dtype} {rates}")
+    values = asdict(rates)
+    assert all(0 <= value < float("inf") for value in values.values()), values
+    assert all(value > 0 for key, value in values.items() if key.endswith("_per_s")), values
 
 
-def test_which_kernel_torch_takes_is_told() -> None:
-    """For whoever reads the figures of fused attention: a causal and a full one, by dtype."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torchs_kernel_for_fused_attention_computes_finite_numbers(dtype: torch.dtype) -> None:
+    """Prints which kernel it is, causal and with grouped heads, for readers of the figures."""
     names = {0: "math", 1: "flash", 2: "memory-efficient", 3: "cuDNN"}
-    print()
-    for dtype in (torch.float32, torch.bfloat16):
-        q = torch.randn(1, 8, 512, 64, device="cuda", dtype=dtype)
-        causal = torch._fused_sdp_choice(q, q, q, is_causal=True)
-        grouped = torch._fused_sdp_choice(q, q[:, :4], q[:, :4], is_causal=True, enable_gqa=True)
-        print(dtype, names.get(causal, causal), "grouped heads:", names.get(grouped, grouped))
-        out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
-        assert out.isfinite().all()
+    q = torch.randn(1, 8, 512, 64, device="cuda", dtype=dtype)
+    k = q[:, :4]
+    causal = torch._fused_sdp_choice(q, q, q, is_causal=True)
+    grouped = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=True)
+    print(f"\n{dtype} {names.get(causal, causal)}, grouped heads: {names.get(grouped, grouped)}")
+    out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert out.isfinite().all()

@@ -1,16 +1,24 @@
-"""Several ranks on one GPU: as exact as one process with the same kernel, on every scheme."""
+"""Ranks that share one GPU are as exact as one rank with the same kernel, in every scheme."""
 
 from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.dense import largest
-from tests.gpu.ranks_on_gpu import SCHEMES, OnGpu, Words, alone, attend, errors, line, masks
+from tests.gpu.ranks_on_gpu import (
+    SCHEMES,
+    GpuCase,
+    Options,
+    attend,
+    describe,
+    masks,
+    one_rank_errors,
+    relative_errors,
+)
 from tests.helpers import ROOT, run_processes, run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator
@@ -22,33 +30,40 @@ with pytest.MonkeyPatch.context() as patch:
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
-SEQLEN = 1072  # no tile in multiples of 128: cuDNN would compile its graphs anew in every thread
-FOR_CUDNN = 2048
-TIMES = 1.3
-"""That of one process which an error of several may be: 1.26 on an H100. A kernel rounds what it
-gives once, and a sum of several results is rounded once more."""
-Found = dict[tuple[str, int], tuple[list[float], float]]
-NOISY = (torch.bfloat16, torch.float32)
+SEQLEN = 1072
+"""No tile has a multiple of 128 rows: cuDNN would compile its graphs again in every thread."""
+CUDNN_SEQLEN = 2048
+MAX_ERROR_RATIO = 1.3
+"""Of the error of several ranks to that of one: 1.26 on an H100. A kernel rounds its result once,
+and the sum of several results is rounded once more."""
 SPREAD = [(size, name) for size, schemes in SCHEMES.items() for name in schemes]
+ErrorsAndSeconds = dict[tuple[str, int], tuple[list[float], float]]  # by scheme and case
 
 
-def check(name: str, case: OnGpu, many: list[float]) -> None:
-    """Print the errors, and compare them with one rank's."""
-    one = alone(case)
-    print(line(name, case, many, one), flush=True)
-    assert all(a <= TIMES * b for a, b in zip(many, one, strict=True)), (many, one)
+def assert_as_exact_as_one_rank(name: str, case: GpuCase, errors: list[float]) -> None:
+    """Print the errors of several ranks and of one, and compare them."""
+    expected = one_rank_errors(case)
+    print(describe(name, case, errors, expected), flush=True)
+    assert all(
+        error <= MAX_ERROR_RATIO * one_rank
+        for error, one_rank in zip(errors, expected, strict=True)
+    ), (errors, expected)
+
+
+def check_on_threads(size: int, name: str, scheme: Options, case: GpuCase) -> None:
+    results = run_threads(size, attend, scheme, case)
+    errors = relative_errors(results[0], case)
+    assert_as_exact_as_one_rank(f"{size} ranks, {name}", case, errors)
 
 
 @pytest.mark.parametrize("mask", masks(SEQLEN))
 @pytest.mark.parametrize(("size", "name"), SPREAD)
-def test_threads_err_as_one_process_does(size, name, mask):
-    case = OnGpu(SEQLEN, mask)
-    found = run_threads(size, attend, SCHEMES[size][name], case)
-    check(f"{size} ranks, {name}", case, errors(found[0], case))
+def test_every_scheme_and_mask_is_as_exact_as_one_rank(size, name, mask):
+    check_on_threads(size, name, SCHEMES[size][name], GpuCase(SEQLEN, mask))
 
 
 @pytest.mark.parametrize(
-    "more",
+    "options",
     [
         {"dtype": torch.float16},
         {"dtype": torch.float32},
@@ -62,85 +77,88 @@ def test_threads_err_as_one_process_does(size, name, mask):
     ids=str,
 )
 @pytest.mark.parametrize("name", ("ring", "USP"))
-def test_other_dtypes_heads_and_options(name, more):
-    case = OnGpu(SEQLEN, "causal", **more)
-    found = run_threads(4, attend, SCHEMES[4][name], case)
-    check(f"4 ranks, {name}, {more}", case, errors(found[0], case))
+def test_every_dtype_head_size_and_option_is_as_exact_as_one_rank(name, options):
+    case = GpuCase(SEQLEN, "causal", **options)
+    check_on_threads(4, f"{name}, {options}", SCHEMES[4][name], case)
 
 
-@pytest.mark.parametrize("layout", ("document_zigzag", "balanced"))
-def test_layouts_that_follow_from_the_mask(layout):
-    case = OnGpu(SEQLEN, "slices" if layout == "balanced" else "documents")
-    found = run_threads(4, attend, {"route": "ring", "layout": layout}, case)
-    check(f"4 ranks, {layout}", case, errors(found[0], case))
+@pytest.mark.parametrize(
+    ("layout", "mask"), [("document_zigzag", "documents"), ("balanced", "slices")]
+)
+def test_a_layout_that_follows_from_the_mask_is_as_exact_as_one_rank(layout, mask):
+    scheme = {"route": "ring", "layout": layout}
+    check_on_threads(4, layout, scheme, GpuCase(SEQLEN, mask))
 
 
 @pytest.mark.parametrize("mask", ("causal", "documents"))
-def test_float64_is_exact(mask):
-    case = OnGpu(402, mask, dtype=torch.float64, kernel="reference")
-    for name, words in SCHEMES[4].items():
-        found = errors(run_threads(4, attend, words, case)[0], case)
-        print(line(f"4 ranks, {name}", case, found, found), flush=True)
-        assert largest(found) < 1e-10
+@pytest.mark.parametrize("name", SCHEMES[4])
+def test_every_scheme_is_exact_in_float64(name, mask):
+    case = GpuCase(402, mask, dtype=torch.float64, kernel="reference")
+    errors = relative_errors(run_threads(4, attend, SCHEMES[4][name], case)[0], case)
+    print(describe(f"4 ranks, {name}", case, errors, errors), flush=True)
+    assert largest(errors) < 1e-10
 
 
-CASES = [
-    *(OnGpu(FOR_CUDNN, mask, head_dim=128) for mask in ("full", "causal", "documents")),
-    OnGpu(FOR_CUDNN, "causal", batch=2),
-    OnGpu(SEQLEN, "window", dtype=torch.float16),
-    OnGpu(402, "causal", dtype=torch.float64, kernel="reference"),
+PROCESS_CASES = [
+    *(GpuCase(CUDNN_SEQLEN, mask, head_dim=128) for mask in ("full", "causal", "documents")),
+    GpuCase(CUDNN_SEQLEN, "causal", batch=2),
+    GpuCase(SEQLEN, "window", dtype=torch.float16),
+    GpuCase(402, "causal", dtype=torch.float64, kernel="reference"),
 ]
 
 
-def attend_in_turn(comm: Communicator, schemes: dict[str, Words], cases: list[OnGpu]) -> Found:
-    """Errors and seconds by scheme and case, as this gloo process finds them."""
+def run_cases(
+    comm: Communicator, schemes: dict[str, Options], cases: list[GpuCase]
+) -> ErrorsAndSeconds:
+    """Errors and seconds of every scheme and case on this gloo process."""
     assert not comm.carries(torch.device("cuda"))
-    found = {}
-    for name, words in schemes.items():
-        for at, case in enumerate(cases):
+    results = {}
+    for name, scheme in schemes.items():
+        for index, case in enumerate(cases):
             start = time.perf_counter()
-            many = errors(attend(comm, words, case), case)
-            found[name, at] = many, time.perf_counter() - start
-    return found
+            errors = relative_errors(attend(comm, scheme, case), case)
+            results[name, index] = errors, time.perf_counter() - start
+    return results
 
 
 @pytest.mark.parametrize("size", (2, 4))
-def test_gloo_processes_err_as_one_process_does(size):
-    """Device tensors go through host memory; tiles of whole chunks go to cuDNN."""
-    start = (sys.executable,)  # a fork cannot use CUDA once its parent has
-    job = run_processes(size, attend_in_turn, SCHEMES[size], CASES, timeout=140, start=start)
-    failed = []
-    for (name, at), (many, seconds) in job[0].items():
-        case, told = CASES[at], f"{size} gloo processes, {name}, {seconds:.2f} s"
+def test_every_scheme_on_gloo_processes_is_as_exact_as_one_rank(size):
+    """Device tensors go through host memory; cuDNN computes tiles of whole chunks."""
+    start = (sys.executable,)  # a fork of a process that has used CUDA cannot use it
+    by_rank = run_processes(size, run_cases, SCHEMES[size], PROCESS_CASES, timeout=140, start=start)
+    failures = []
+    for (scheme, index), (errors, seconds) in by_rank[0].items():
+        case, name = PROCESS_CASES[index], f"{size} gloo processes, {scheme}, {seconds:.2f} s"
         if case.dtype == torch.float64:
-            print(line(told, case, many, many), flush=True)
-            failed += [] if largest(many) < 1e-10 else [told]
+            print(describe(name, case, errors, errors), flush=True)
+            failures += [] if largest(errors) < 1e-10 else [name]
             continue
         try:
-            check(told, case, many)
+            assert_as_exact_as_one_rank(name, case, errors)
         except AssertionError as error:
-            failed.append(f"{told}, {case}: {error}")
-    assert not failed, "\n".join(failed)
+            failures.append(f"{name}, {case}: {error}")
+    assert not failures, "\n".join(failures)
 
 
-def test_one_thread_after_another_finds_the_same():
-    """What is left of a call, such as memory that is used again, changes nothing."""
-    case, words = replace(CASES[1], seqlen=SEQLEN), SCHEMES[8]["USP in chunks"]
-    runs = [run_threads(8, attend, words, case)[0][0] for _ in range(3)]
-    assert all(torch.equal(runs[0], again) for again in runs[1:])
+def test_repeated_calls_in_threads_give_equal_bits():
+    """Memory of an earlier call that is used again changes nothing."""
+    case, scheme = GpuCase(SEQLEN, "causal", head_dim=128), SCHEMES[8]["USP in chunks"]
+    outs = [run_threads(8, attend, scheme, case)[0][0] for _ in range(3)]
+    assert all(torch.equal(outs[0], out) for out in outs[1:])
 
 
 @pytest.mark.parametrize("name", named_points(8))
-def test_a_warm_call_never_waits_for_the_device(name):
-    """One rank of eight whose messages are on the device: neither forward nor backward asks."""
+def test_a_warm_forward_and_backward_never_wait_for_the_device(name):
+    """Rank 3 of 8, with noise in place of the other ranks' messages, on the device."""
     options = {"dtype": torch.bfloat16, "device": "cuda"}
     q, k, v, dout = (torch.randn(1, 256, n, 64, **options) for n in (16, 8, 8, 16))
-    noise = {dtype: torch.randn(1 << 22, device="cuda").to(dtype) for dtype in NOISY}
-    words = {"sequence_parallel_size": 8, **named_points(8)[name]}
-    sp = SequenceParallel(SequenceParallelConfig.from_dict(words), Alone(3, 8, noise))
+    message_dtypes = (torch.bfloat16, torch.float32)
+    noise = {dtype: torch.randn(1 << 22, device="cuda").to(dtype) for dtype in message_dtypes}
+    config = {"sequence_parallel_size": 8, **named_points(8)[name]}
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(config), Alone(3, 8, noise))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     try:
-        for mode in ("default", "default", "error"):
+        for mode in ("default", "default", "error"):  # "error": a wait for the device raises
             torch.cuda.set_sync_debug_mode(mode)
             torch.autograd.grad(sp.attention(*leaves, causal=True), leaves, dout)
     finally:
