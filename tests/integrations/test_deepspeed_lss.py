@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=ImportError)
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
+from tests.integrations.deepspeed_cases import STAGES, assert_same_training, case  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_cases  # noqa: E402
-from tests.integrations.test_deepspeed_exact import STAGES, assert_same_training, case  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 

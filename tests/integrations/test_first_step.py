@@ -83,7 +83,7 @@ def llama_with_learned_scale() -> Any:
 
 
 PADDED = batch(2, 24, attention_mask=(torch.arange(24) < 17).long().expand(2, -1))
-LLAMA = partial(build, "llama", "sdpa", {})
+build_llama = partial(build, "llama", "sdpa", {})
 
 
 @pytest.mark.filterwarnings("ignore:14 labels of this batch")
@@ -91,7 +91,7 @@ LLAMA = partial(build, "llama", "sdpa", {})
     ("make_model", "labelled", "without_safeguard", "where", "with_safeguard"),
     [
         pytest.param(
-            LLAMA,
+            build_llama,
             batch(2),
             removed.zero_loss_without_labels,
             "its loss without labels",
@@ -115,7 +115,7 @@ LLAMA = partial(build, "llama", "sdpa", {})
             id="learned scale",
         ),
         pytest.param(
-            LLAMA,
+            build_llama,
             batch(),
             removed.counted_operations_of_all_ranks,
             "its floating_point_ops",
