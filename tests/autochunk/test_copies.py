@@ -67,11 +67,11 @@ class PreNormAttention(nn.Module):
 def test_normed_input_is_recomputed_only_if_no_other_plan_fits() -> None:
     torch.manual_seed(0)
     model, x = PreNormAttention().double().eval(), torch.randn(512, 64, dtype=torch.float64)
-    least = autochunk(model, (x,), max_slowdown=UNLIMITED).plan
-    budget = least.peak - x.nbytes // 2
+    without_copies = autochunk(model, (x,), max_slowdown=UNLIMITED).plan
+    budget = without_copies.peak - x.nbytes // 2
     chunked = autochunk(model, (x,), max_memory=budget, max_slowdown=UNLIMITED)
 
-    assert least.copied == "" and chunked.plan.copied == "norms"
+    assert without_copies.copied == "" and chunked.plan.copied == "norms"
     assert "normed inputs" in chunked.explain()
     planned = autochunk(model, (x,), plan=ChunkPlan.from_json(chunked.plan.to_json()))
     with torch.no_grad():

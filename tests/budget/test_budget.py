@@ -86,6 +86,16 @@ def test_checkpoints_are_the_inputs_of_all_layers() -> None:
     assert device.peak - host.peak == inputs
 
 
+def test_recomputed_layer_shares_its_input_with_the_device_checkpoints() -> None:
+    """From the host the input of the layer is copied to the device."""
+    tokens, hidden, itemsize = 2048, 4096, 2
+    layer_input = tokens * hidden * itemsize
+    device, host = (training().activations(16384, Options(w)) for w in ("device", "host"))
+    assert host.mlp - device.mlp == layer_input
+    assert host.attention - device.attention == layer_input
+    assert host.loss == device.loss
+
+
 def test_tiles_reduce_the_mlp_and_the_loss_but_not_attention() -> None:
     untiled, tiled = (training().activations(1 << 20, Options("device", tile)) for tile in (0, 512))
     assert tiled.mlp < 2 / 3 * untiled.mlp
@@ -145,8 +155,8 @@ def test_host_checkpoints_make_tiled_sequences_more_than_twice_as_long() -> None
 
 def test_data_parallel_ranks_make_sequences_longer() -> None:
     """ZeRO shares the states among them, too."""
-    one, four = (training(data_parallel_size=size) for size in (1, 4))
-    assert_increasing([job.longest(LIMIT, 1, Options("device")) for job in (one, four)])
+    jobs = [training(data_parallel_size=size) for size in (1, 4)]
+    assert_increasing([job.longest(LIMIT, 1, Options("device")) for job in jobs])
 
 
 @pytest.mark.parametrize(

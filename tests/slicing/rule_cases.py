@@ -1,4 +1,8 @@
-"""For every operator that has a rule: calls, and the dimensions that are sliced."""
+"""Calls of every operator that has a rule, and the dimensions that can be sliced.
+
+`case(operator, "02", arguments)`: the output can be sliced along its dimensions 0 and 2, and along
+no other. `t("b", "s")` is a tensor of drawn sizes b and s: see `drawn.Draw`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,29 @@ from tests.slicing.drawn import case
 from tests.slicing.rule_cases_space import ATTENTION, SPACE
 
 aten = torch.ops.aten
+
+COMPARISONS = aten.greater, aten.greater_equal, aten.less, aten.less_equal, aten.not_equal
+COPIES = aten._to_copy, aten.alias, aten.clone, aten.contiguous, aten.detach, aten.lift_fresh_copy
+SCANS = aten.cummax, aten.cummin, aten.logcumsumexp, aten.cumprod, aten.cumsum
+REDUCTIONS_OF_ONE_DIM = (
+    aten.all.dim,
+    aten.any.dim,
+    aten.argmax,
+    aten.argmin,
+    aten.count_nonzero,
+    aten.max.dim,
+    aten.min.dim,
+    aten.median.dim,
+    aten.prod.dim_int,
+)
+REDUCTIONS_OF_A_LIST_OF_DIMS = (
+    aten.amax,
+    aten.amin,
+    aten.logsumexp,
+    aten.mean.dim,
+    aten.nansum,
+    aten.sum.dim_IntList,
+)
 
 POINTWISE = [
     case(aten.gelu, "012", lambda t: (t("b", "s", "d"),)),
@@ -44,16 +71,10 @@ POINTWISE = [
         case(op.Tensor, "01", lambda t: (t("b", "s"), t("s")))
         for op in (aten.divide, aten.true_divide, aten.multiply, aten.subtract)
     ),
-    *(
-        case(op.Tensor, "01", lambda t: (t("b", "s"), t("s")))
-        for op in (*(aten.greater, aten.greater_equal, aten.less, aten.less_equal, aten.not_equal),)
-    ),
+    *(case(op.Tensor, "01", lambda t: (t("b", "s"), t("s"))) for op in COMPARISONS),
     *(
         case(op, "01", lambda t: (t("b", "s"),))
-        for op in (
-            *(aten._to_copy, aten.alias, aten.clone, aten.contiguous, aten.detach),
-            *(aten.lift_fresh_copy, aten.ones_like, aten.zeros_like, aten.zero, aten.zero_),
-        )
+        for op in (*COPIES, aten.ones_like, aten.zeros_like, aten.zero, aten.zero_)
     ),
     case(aten.full_like, "01", lambda t: (t("b", "s"), 3.0)),
     case(aten.to.dtype, "01", lambda t: (t("b", "s"), torch.float32)),
@@ -146,10 +167,7 @@ PRODUCTS = [
 ALONG = [
     *(
         case(op, "02", lambda t: (t("b", "s", "d"), 1))
-        for op in (
-            *(aten.argsort, aten.cummax, aten.cummin, aten.logcumsumexp, aten.sort),
-            *(aten.cumprod, aten.cumsum, aten.log_softmax.int, aten.softmax.int),
-        )
+        for op in (*SCANS, aten.argsort, aten.sort, aten.log_softmax.int, aten.softmax.int)
     ),
     *(
         case(op, "01", lambda t: (t("b", "s", "d"), -1, False))
@@ -161,23 +179,10 @@ ALONG = [
     case(aten.glu, "01", lambda t: (t("b", "s", 4),)),
     case(aten.topk, "01", lambda t: (t("b", "s", 4), 2)),
     case(aten.kthvalue, "01", lambda t: (t("b", "s", 4), 2)),
-    *(
-        case(op, "01", lambda t: (t("b", "s", "d"), 1))
-        for op in (
-            *(aten.all.dim, aten.any.dim, aten.argmax, aten.argmin, aten.count_nonzero),
-            *(aten.max.dim, aten.min.dim, aten.median.dim, aten.prod.dim_int),
-        )
-    ),
+    *(case(op, "01", lambda t: (t("b", "s", "d"), 1)) for op in REDUCTIONS_OF_ONE_DIM),
     *(
         case(op, "02", lambda t: (t("b", "s", "d"), [-2], True))
-        for op in (
-            aten.amax,
-            aten.amin,
-            aten.logsumexp,
-            aten.mean.dim,
-            aten.nansum,
-            aten.sum.dim_IntList,
-        )
+        for op in REDUCTIONS_OF_A_LIST_OF_DIMS
     ),
     case(aten.sum.dim_IntList, "0", lambda t: (t("b", "s", "d"), [0, 2])),
     case(aten.sum, "", lambda t: (t("b", "s"),)),
@@ -185,11 +190,8 @@ ALONG = [
     case(aten.linalg_vector_norm, "01", lambda t: (t("b", "s", "d"), 2, [1])),
     case(aten.norm.ScalarOpt_dim, "01", lambda t: (t("b", "s", "d"), 2, [2], True)),
     *(
-        case(op, "01", lambda t: (t("b", "s", "d"), [-1]), correction=0, keepdim=True)
-        for op in (
-            *(aten.std.correction, aten.std_mean.correction),
-            *(aten.var.correction, aten.var_mean.correction),
-        )
+        case(op.correction, "01", lambda t: (t("b", "s", "d"), [-1]), correction=0, keepdim=True)
+        for op in (aten.std, aten.std_mean, aten.var, aten.var_mean)
     ),
     case(aten.layer_norm, "01", lambda t: (t("b", "s", 4), [4], t(4), t(4))),
     case(aten.layer_norm, "0", lambda t: (t("b", 3, 4), [3, 4])),
