@@ -1,11 +1,11 @@
-"""The README and the pages of docs/, and what they hold: code blocks, inline code, links.
+"""The README, CONTRIBUTING and the pages of docs/: their code blocks, inline code and links.
 
 A comment above a code block says how it is tested:
 
-    <!-- test: given model dataset -->   names that the reader has; run_blocks.py makes them
-    <!-- test: continues -->             goes on where the block before ended
-    <!-- test: file ds.json -->          a file of that name, which other blocks of the page use
-    <!-- test: not run: REASON -->       only parsed, and its names looked up
+    <!-- test: given model dataset -->   variables that the block uses; run_blocks.py defines them
+    <!-- test: continues -->             runs after the previous block, with its variables
+    <!-- test: file ds.json -->          is a file of that name, which other blocks of the page read
+    <!-- test: not run: REASON -->       is parsed, and its names are looked up, but it does not run
 """
 
 from __future__ import annotations
@@ -36,32 +36,31 @@ class Block:
 
     @property
     def name(self) -> str:
-        """Where it stands: page:line."""
+        """page:line"""
         return f"{self.page}:{self.line}"
 
     @property
     def file(self) -> str | None:
-        """The file that it is, for the other blocks of its page."""
+        """The name of the file that the block is."""
         return self.test.removeprefix("file ") if self.test.startswith("file ") else None
 
     @property
     def given(self) -> list[str]:
-        """Names that the reader is taken to have."""
+        """The variables that the block uses and does not define."""
         return self.test.split()[1:] if self.test.startswith("given ") else []
 
     @property
     def runs(self) -> bool:
-        """Whether it can run here."""
         return not self.test.startswith("not run")
 
 
 def blocks(*languages: str) -> list[Block]:
     """All blocks in these languages."""
     return [
-        Block(page, text[: found.start()].count("\n") + 1, found[2], found[3], found[1] or "")
+        Block(page, text[: match.start()].count("\n") + 1, match[2], match[3], match[1] or "")
         for page, text in PAGES.items()
-        for found in FENCE.finditer(text)
-        if found[2] in languages
+        for match in FENCE.finditer(text)
+        if match[2] in languages
     ]
 
 
@@ -71,5 +70,5 @@ def without_blocks(text: str) -> str:
 
 
 def inline(page: str) -> list[str]:
-    """What stands in backticks in the prose of a page."""
+    """The inline code of a page, in backticks."""
     return INLINE.findall(without_blocks(PAGES[page]))

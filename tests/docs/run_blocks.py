@@ -1,6 +1,6 @@
 """One rank of a page's Python blocks: `python -m tests.docs.run_blocks FOLDER`.
 
-FOLDER/scripts.json: a list of [where, names that are given, source].
+FOLDER/scripts.json: a list of [page:line, variables that it uses, source].
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def main(folder: str) -> None:
     scripts = json.loads(Path(folder, "scripts.json").read_text())
     os.chdir(folder)
     with ExitStack() as stack:
-        without_a_gpu(stack, "".join(source for *_, source in scripts))
-        for where, given, source in scripts:
-            run(where, given, source)
+        emulate_a_gpu(stack, "".join(source for *_, source in scripts))
+        for name, given, source in scripts:
+            run(name, given, source)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
-def without_a_gpu(stack: ExitStack, sources: str) -> None:
-    """What DeepSpeed and ColossalAI need on a CPU; on GPUs a reader needs none of it."""
+def emulate_a_gpu(stack: ExitStack, sources: str) -> None:
+    """Enter the contexts in which DeepSpeed and ColossalAI run on a CPU, if a script uses them."""
     if "wf_deepspeed" in sources:
         import wf_deepspeed
 
@@ -47,20 +47,20 @@ def without_a_gpu(stack: ExitStack, sources: str) -> None:
         stack.enter_context(cpu_accelerator())
 
 
-def run(where: str, given: list[str], source: str) -> None:
-    """Run a script with the names that it is given.
+def run(name: str, given: list[str], source: str) -> None:
+    """Run a script in which the variables `given` are defined.
 
     Raises:
-        SystemExit: with the traceback, and where the script stands.
+        SystemExit: with the traceback and the name of the script, page:line.
     """
     torch.manual_seed(0)
-    names: dict[str, Any] = {"__name__": "__main__"}
+    variables: dict[str, Any] = {"__name__": "__main__"}
     try:
-        for name in given:
-            names[name] = GIVEN[name](names)
-        exec(compile(source, where, "exec", dont_inherit=True), names)
+        for variable in given:
+            variables[variable] = GIVEN[variable](variables)
+        exec(compile(source, name, "exec", dont_inherit=True), variables)
     except Exception:
-        sys.exit(f"{where}: {traceback.format_exc()}")
+        sys.exit(f"{name}: {traceback.format_exc()}")
 
 
 def tiny_llama(_: dict[str, Any]) -> Any:
@@ -83,15 +83,15 @@ def tokens(_: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
 
 
 def arguments(_: dict[str, Any]) -> Any:
-    """Of a Trainer, for two steps on CPUs."""
+    """TrainingArguments for two steps on CPUs."""
     from transformers import TrainingArguments
 
-    words: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 1, "report_to": []}
-    return TrainingArguments("out", use_cpu=True, save_strategy="no", disable_tqdm=True, **words)
+    options: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 1, "report_to": []}
+    return TrainingArguments("out", use_cpu=True, save_strategy="no", disable_tqdm=True, **options)
 
 
-def sgd(names: dict[str, Any]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(names["model"].parameters(), lr=0.1)
+def sgd(variables: dict[str, Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(variables["model"].parameters(), lr=0.1)
 
 
 GIVEN: dict[str, Callable[[dict[str, Any]], Any]] = {

@@ -1,6 +1,6 @@
-"""Code blocks that need no ranks: JSON and TOML pass the real readers, commands exist.
+"""Code blocks of the docs: Python parses, JSON and TOML pass our readers, commands exist.
 
-Python blocks run in test_blocks_processes.py.
+test_blocks_processes.py runs the Python blocks.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ from wf_backends.cluster import load
 
 LANGUAGES = ("python", "json", "toml", "sh", "text")
 LAUNCHERS = ("mpirun", "torchrun", "srun", "deepspeed")
-FREE = (".", "apt-get", "cd", "git", "pre-commit", "COMMAND")  # nothing of ours
-SHAPED = ("benchmarks/shaped_hosts.sh", "tests/slurm_hosts.sh")  # two arguments, then a command
+UNCHECKED = (".", "apt-get", "cd", "git", "pre-commit", "COMMAND")  # programs of others
+WRAPPERS = ("benchmarks/shaped_hosts.sh", "tests/slurm_hosts.sh")  # two arguments, then a command
 
 
-def by_name(*languages: str) -> Any:
+def each_block(*languages: str) -> Any:
+    """Parametrizes a test by the blocks in these languages."""
     return pytest.mark.parametrize("block", blocks(*languages), ids=lambda block: block.name)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_says_its_language(page: str):
+def test_every_block_has_a_language(page: str):
     fences = re.findall(r"^ *```(\w*)$", PAGES[page], re.MULTILINE)
     assert all(language in LANGUAGES for language in fences[::2]), fences
     assert not any(fences[1::2]), "a block is not closed"
-    found = [block for block in blocks(*LANGUAGES) if block.page == page]
-    assert len(found) == len(fences) // 2, "a block is indented"
+    num_blocks = sum(block.page == page for block in blocks(*LANGUAGES))
+    assert num_blocks == len(fences) // 2, "a block is indented"
 
 
-@by_name("python")
-def test_python_parses(block: Block):
+@each_block("python")
+def test_python_blocks_parse(block: Block):
     ast.parse(block.text)
 
 
-@by_name("json")
-def test_json_is_what_its_reader_takes(block: Block, tmp_path: Path):
+@each_block("json")
+def test_json_blocks_pass_their_reader(block: Block, tmp_path: Path):
     words = json.loads(block.text)
     if "colossalai" in words:
         _read_colossalai(words, tmp_path)
@@ -87,41 +88,41 @@ def _read_deepspeed(words: dict[str, Any]) -> None:
     assert read_block(words) is not None
 
 
-@by_name("toml")
-def test_a_topology_is_read(block: Block, tmp_path: Path):
+@each_block("toml")
+def test_toml_blocks_are_topologies(block: Block, tmp_path: Path):
     tomllib.loads(block.text)
     path = tmp_path / "topology.toml"
     path.write_text(block.text)
     assert load(str(path)).size
 
 
-@by_name("sh")
-def test_commands_are_there(block: Block):
+@each_block("sh")
+def test_commands_of_blocks_exist(block: Block):
     for line in block.text.replace("\\\n", " ").splitlines():
         for command in line.split("&&"):
             check_command(shlex.split(command, comments=True))
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_in_the_text_are_there(page: str):
-    heads = ("python", "wallfacer", "pytest", "make", "pip", *LAUNCHERS, *SHAPED)
+def test_commands_in_the_text_exist(page: str):
+    programs = ("python", "wallfacer", "pytest", "make", "pip", *LAUNCHERS, *WRAPPERS)
     for code in inline(page):
-        if code.split()[0] in heads and " " in code and not code.endswith("..."):
+        if code.split()[0] in programs and " " in code and not code.endswith("..."):
             check_command(shlex.split(code))
 
 
-def check_command(words: list[str]) -> None:
-    """Its program, files, extras, targets and options exist."""
-    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-        words = words[1:]
-    if not words or words[0] in FREE:
+def check_command(command: list[str]) -> None:
+    """The program, files, extras, targets and options of a command exist."""
+    while command and re.fullmatch(r"[A-Z_]+=.*", command[0]):  # variables
+        command = command[1:]
+    if not command or command[0] in UNCHECKED:
         return
-    if words[0] in SHAPED:
-        assert (ROOT / words[0]).exists()
-        return check_command(words[3:])
-    head, rest = Path(words[0]).name, words[1:]
-    if head in LAUNCHERS:
-        return check_command(_launched(head, rest))
+    if command[0] in WRAPPERS:
+        assert (ROOT / command[0]).exists()
+        return check_command(command[3:])
+    program, args = Path(command[0]).name, command[1:]
+    if program in LAUNCHERS:
+        return check_command(_rank_command(program, args))
     checks = {
         "make": _check_make,
         "pip": _check_pip,
@@ -129,70 +130,66 @@ def check_command(words: list[str]) -> None:
         "python": _check_python,
         "wallfacer": _check_wallfacer,
     }
-    head = re.sub(r"3(\.\d+)?$", "", head)
-    assert head in checks, f"{words}: no command of ours"
-    checks[head](rest)
+    program = re.sub(r"3(\.\d+)?$", "", program)  # python3.11
+    assert program in checks, f"{command}: an unknown program"
+    checks[program](args)
 
 
-def _launched(launcher: str, words: list[str]) -> list[str]:
-    """The command of each rank: what stands behind the launcher's own options."""
+def _rank_command(launcher: str, args: list[str]) -> list[str]:
+    """The command of each rank, which follows the options of the launcher."""
     module = False
-    while words and words[0].startswith("-"):
-        if words[0] in ("-m", "--module"):
-            module, words = True, words[1:]
+    while args and args[0].startswith("-"):
+        if args[0] in ("-m", "--module"):
+            module, args = True, args[1:]
             break
-        alone = "=" in words[0] or words[0] in ("--allow-run-as-root", "--oversubscribe")
-        words = words[1:] if alone else words[2:]
+        has_no_value = "=" in args[0] or args[0] in ("--allow-run-as-root", "--oversubscribe")
+        args = args[1:] if has_no_value else args[2:]
     if launcher in ("torchrun", "deepspeed"):
-        return ["python", "-m", *words] if module else ["python", *words]
-    return words
+        return ["python", "-m", *args] if module else ["python", *args]
+    return args
 
 
-def _check_make(words: list[str]) -> None:
+def _check_make(args: list[str]) -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert {word for word in words if "=" not in word} <= set(targets), words
+    assert {arg for arg in args if "=" not in arg} <= set(targets), args
 
 
-def _check_pip(words: list[str]) -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = re.findall(r"\.\[([\w,]+)\]", " ".join(words))
-    assert {name for names in named for name in names.split(",")} <= {
-        *extras["optional-dependencies"],
-        "NAME",
-    }, words
+def _check_pip(args: list[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lists = re.findall(r"\.\[([\w,]+)\]", " ".join(args))
+    extras = {name for names in lists for name in names.split(",")}
+    assert extras <= {*project["optional-dependencies"], "NAME"}, args
 
 
-def _check_pytest(words: list[str]) -> None:
-    assert all((ROOT / word).exists() for word in words if "/" in word), words
+def _check_pytest(args: list[str]) -> None:
+    assert all((ROOT / arg).exists() for arg in args if "/" in arg), args
 
 
-def _check_python(words: list[str]) -> None:
-    if words[0] == "-m":
-        if words[1] == "wf_backends.cli":
-            return _check_wallfacer(words[2:])
-        assert words[1] == "venv" or importlib.util.find_spec(words[1].partition(".")[0]), words
+def _check_python(args: list[str]) -> None:
+    if args[0] == "-m":
+        if args[1] == "wf_backends.cli":
+            return _check_wallfacer(args[2:])
+        assert args[1] == "venv" or importlib.util.find_spec(args[1].partition(".")[0]), args
         return None
-    script = words[0]
-    if "/" not in script:  # the reader's own
+    script = args[0]
+    if "/" not in script:  # a script of the reader
         return None
-    assert (ROOT / script).exists(), words
-    given = {word.partition("=")[0] for word in words[1:] if word.startswith("--")}
-    assert given <= _options(script), f"{script} has no {given - _options(script)}"
-    files = [word for word in words[1:] if word.startswith(("configs/", "examples/"))]
-    assert all((ROOT / word).exists() for word in files), words
+    assert (ROOT / script).exists(), args
+    options = {arg.partition("=")[0] for arg in args[1:] if arg.startswith("--")}
+    assert options <= _options(script), f"{script} has no {options - _options(script)}"
+    files = [arg for arg in args[1:] if arg.startswith(("configs/", "examples/"))]
+    assert all((ROOT / arg).exists() for arg in files), args
     return None
 
 
 @cache
 def _options(script: str) -> set[str]:
-    """Options that the script, or a module beside it, has an argument for."""
-    found: set[str] = set()
-    for path in (ROOT / script).parent.glob("*.py"):
-        found |= set(re.findall(r'"(--[\w-]+)"', path.read_text()))
-    return found
+    """The options in the source of the script and of the modules of its folder."""
+    paths = (ROOT / script).parent.glob("*.py")
+    return {option for path in paths for option in re.findall(r'"(--[\w-]+)"', path.read_text())}
 
 
-def _check_wallfacer(words: list[str]) -> None:
+def _check_wallfacer(args: list[str]) -> None:
     pytest.importorskip("typer", reason="the command line is not installed")
     import typer
 
@@ -200,12 +197,10 @@ def _check_wallfacer(words: list[str]) -> None:
 
     group: Any = typer.main.get_command(app)
     context = group.make_context("wallfacer", [], resilient_parsing=True)
-    if not words or words[0].startswith("-"):
+    if not args or args[0].startswith("-"):
         return
-    command = group.get_command(context, words[0])
-    assert command is not None, f"wallfacer has no command {words[0]}"
-    options = {
-        o for parameter in command.params for o in (*parameter.opts, *parameter.secondary_opts)
-    }
-    given = {word.partition("=")[0] for word in words[1:] if word.startswith("-")}
-    assert given <= options | {"--help"}, f"wallfacer {words[0]} has no {given - options}"
+    command = group.get_command(context, args[0])
+    assert command is not None, f"wallfacer has no command {args[0]}"
+    known = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
+    options = {arg.partition("=")[0] for arg in args[1:] if arg.startswith("-")}
+    assert options <= known | {"--help"}, f"wallfacer {args[0]} has no {options - known}"

@@ -1,4 +1,4 @@
-"""What the README and docs/ name in backticks exists: files, modules and what is in them."""
+"""Files, modules and attributes that the README and docs/ name in backticks exist."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.docs.pages import PAGES, ROOT, blocks, inline
 
 FILE = re.compile(r"[\w.-]+(/[\w.-]+)*\.(py|sh|md|json|toml|txt)|[\w-]+(/[\w.-]+)+/?")
 NAME = re.compile(r"\bwf_\w+(?:\.\w+)*")
-NO_FILES = ("torch/", "ui.", "and/", "out/", "ckpt/")
-# Files of a reader's own, or of a job
-OWN = {"ds.json", "train.py", "script.py", "topology.json", "my_cluster.toml", "trace.json"}
-OWN |= {"config.json"}
-FOLDERS = ("", "wf_backends", "integrations", "docs")
+FILES_OF_READERS = {  # or written by a job
+    *("config.json", "ds.json", "my_cluster.toml", "script.py"),
+    *("topology.json", "trace.json", "train.py"),
+}
+FOLDERS = ("", "wf_backends", "integrations", "docs")  # to which paths may be relative
 
 
 @cache
@@ -28,8 +28,8 @@ def file_names() -> set[str]:
     return {path.name for path in (*paths, *ROOT.iterdir())}
 
 
-def is_there(path: str) -> bool:
-    """A path from the root, or from a folder of packages; a name alone stands for any file."""
+def exists(path: str) -> bool:
+    """Whether the path exists, relative to one of FOLDERS; a name alone stands for any file."""
     if "/" not in path.rstrip("/"):
         return path in file_names() or (ROOT / path).exists()
     return any((ROOT / folder / path).exists() for folder in FOLDERS)
@@ -37,33 +37,33 @@ def is_there(path: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_exist(page: str):
-    found = {code for code in inline(page) if FILE.fullmatch(code)}
-    tops = {path.name for folder in FOLDERS for path in (ROOT / folder).iterdir()}
-    paths = {c for c in found if "/" not in c or c.split("/")[0] in tops}
-    assert not {path for path in paths - OWN if not is_there(path)}
+    codes = {code for code in inline(page) if FILE.fullmatch(code)}
+    top_names = {path.name for folder in FOLDERS for path in (ROOT / folder).iterdir()}
+    paths = {code for code in codes if "/" not in code or code.split("/")[0] in top_names}
+    assert not {path for path in paths - FILES_OF_READERS if not exists(path)}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_names_exist(page: str):
-    code = [*inline(page), *(block.text for block in blocks("python") if block.page == page)]
-    names = {name for text in code for name in NAME.findall(text)}
+    texts = [*inline(page), *(block.text for block in blocks("python") if block.page == page)]
+    names = {name for text in texts for name in NAME.findall(text)}
     assert not {name for name in names if not resolves(name)}
 
 
 @cache
 def resolves(name: str) -> bool:
-    """Whether `wf_package.module.attribute` can be had."""
+    """Whether `wf_package.module.attribute` can be imported and has the attribute."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:
-            found: Any = import_module(".".join(parts[:length]))
+            value: Any = import_module(".".join(parts[:length]))
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith("wf_"):
                 return True  # a framework that is not installed
             continue
         for attribute in parts[length:]:
-            if not hasattr(found, attribute):
+            if not hasattr(value, attribute):
                 return False
-            found = getattr(found, attribute)
+            value = getattr(value, attribute)
         return True
     return False

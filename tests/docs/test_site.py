@@ -1,4 +1,4 @@
-"""The documentation as a site: links lead to files, the API has its docstrings."""
+"""The documentation as a site: links lead to files, and the API page has the docstrings."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from tests.helpers import run_command
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files(page: str):
-    links = [
-        link for link in LINK.findall(without_blocks(PAGES[page])) if not re.match(r"\w+:", link)
-    ]
-    missing = [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
-    assert not missing
+    links = LINK.findall(without_blocks(PAGES[page]))
+    paths = [link for link in links if not re.match(r"\w+:", link)]  # without https: and the like
+    assert not [path for path in paths if not (ROOT / page).parent.joinpath(path).exists()]
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path):
