@@ -169,6 +169,14 @@ def test_auto_is_reference_for_scores_that_the_libraries_lack(spec, flash_attn_v
     assert refusal and refusal.startswith("torch's flash kernels have no ")
 
 
+def test_auto_does_not_use_the_dropout_of_a_library(flash_attn_version):
+    """It would drop other weights than the reference, which is the same on every route."""
+    flash_attn_version("2.8.3")
+    spec = replace(CUDA, dropout=True, whole_sequence=True)
+    assert select("flash", spec).name == "flash"
+    assert select("auto", spec).name == "reference"
+
+
 def test_auto_names_what_each_kernel_lacks_if_none_can_run():
     with pytest.raises(ValueError, match="no kernel can run .*flash: .*sdpa: .*reference: "):
         select("auto", replace(CPU, dtype=torch.int64))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dense import visible
-from tests.schedule.positions import positions
+from tests.schedule.positions import drawn_ranges, positions
 from tests.slices import block_causal, drawn_slices
 from wf_backends.lowering.areas import tile_area
 from wf_backends.lowering.derivation import Problem, lower
@@ -19,9 +19,7 @@ from wf_backends.schedule.ranges import join, size
 from wf_backends.schedule.routes import concentric, ring
 
 SEQLEN = 24
-drawn_ranges = st.lists(st.tuples(st.integers(0, SEQLEN), st.integers(0, SEQLEN)), max_size=4).map(
-    join
-)
+ranges = drawn_ranges(SEQLEN, max_ranges=4)
 bounds = st.sampled_from((inf, 0, 1, 3, 9))
 borders = st.sets(st.integers(1, SEQLEN - 1), max_size=5).map(
     lambda cuts: (0, *sorted(cuts), SEQLEN)
@@ -48,7 +46,7 @@ def pairs_of_tile(tile):
 
 
 @settings(max_examples=400)
-@given(drawn_ranges, drawn_ranges, masks, st.booleans())
+@given(ranges, ranges, masks, st.booleans())
 def test_every_visible_pair_lies_in_exactly_one_trimmed_tile(q, kv, mask, same_positions):
     kv = q if same_positions else kv
     expected, covered = visible_pairs(q, kv, mask), []
@@ -65,7 +63,7 @@ def test_every_visible_pair_lies_in_exactly_one_trimmed_tile(q, kv, mask, same_p
     assert positions(seen_keys) == sorted({keys[key] for _, key in expected})
 
 
-@given(drawn_ranges, drawn_ranges, masks)
+@given(ranges, ranges, masks)
 def test_every_tile_is_a_legal_flash_attention_window(q, kv, mask):
     """flash-attn aligns windows at the bottom right and takes no negative ones."""
     for tile in tiles(q, kv, mask):

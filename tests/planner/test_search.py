@@ -58,10 +58,16 @@ def drawn_requests(count: int, seed: int) -> list[Request]:
 def request_id(request: Request) -> str:
     topology, workload = request.topology, request.workload
     heads = f"heads={workload.shape.heads}, kv_heads={workload.shape.kv_heads}"
-    return f"{topology.hosts} x {topology.ranks_per_host} ranks, {heads}, {workload.mask}"
+    ranks = f"{topology.hosts} x {topology.ranks_per_host} ranks"
+    return f"{ranks}, {topology.between.bytes_per_s * 8e-9:g} Gbit/s, {heads}, {workload.mask}"
 
 
-@pytest.mark.parametrize("request_", drawn_requests(16, seed=0), ids=request_id)
+REQUESTS = [*drawn_requests(16, seed=0), drawn_requests(7, seed=1)[-1]]
+"""The last one is drawn for this: the best plan is not one of the head split that closed forms put
+first."""
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=request_id)
 def test_the_search_finds_the_best_of_all_plans(request_: Request) -> None:
     """Although it leaves out most head splits, by closed forms. Times may be one tie apart."""
     plans = all_plans(request_)
