@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -128,7 +129,7 @@ def test_a_lane_does_one_job_at_a_time(seed: int) -> None:
     plan, device, _ = draw_run(seed)
     for lane in LANE_NAMES:
         jobs = [timed for timed in device.timed_jobs if timed.job.lane == lane]
-        assert all(a.end <= b.start for a, b in zip(jobs, jobs[1:], strict=False))
+        assert all(job.end <= next_job.start for job, next_job in pairwise(jobs))
         # Copies may end after the last call, which does not wait for them.
         busy_seconds = sum(timed.end - timed.start for timed in jobs if timed.end <= device.now)
         assert busy_seconds <= device.now * ROUNDING
@@ -179,6 +180,18 @@ def test_a_calls_own_jobs_come_before_copies_for_other_calls(seed: int) -> None:
         jobs = maker.make_jobs(linear, "decode")
         is_prefetch = [job.lane == "link" and job.linear != linear for job in jobs]
         assert is_prefetch == sorted(is_prefetch)
+
+
+def test_the_link_is_never_idle_where_it_is_the_bottleneck() -> None:
+    """A slab is refilled as soon as it was read, also with rows of the next linear or token."""
+    linears = tuple(Linear(f"{i}", 64, 16, 4) for i in range(4))
+    rates = Rates(link=1e5, host=3e5, accelerator=1e6, call_seconds=1e-3)
+    plan = make_plan(Request(linears, rates, accelerator_bytes=4096, alpha=0.0))
+    device, _ = run_passes(random.Random(0), plan, passes=2)
+    copies = [timed for timed in device.timed_jobs if timed.job.lane == "link"]
+    assert len(copies) > len(linears)
+    for copy, next_copy in pairwise(copies):
+        assert next_copy.start == pytest.approx(copy.end, abs=1e-12)
 
 
 def test_copies_for_the_next_token_start_before_the_pass_ends() -> None:
