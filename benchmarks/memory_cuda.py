@@ -138,17 +138,17 @@ def activation_row(case: Case) -> None:
     print_row(*cells)
 
 
-def in_gib(expected: PredictedBytes, found: MeasuredBytes) -> str:
+def in_gib(expected: PredictedBytes, result: MeasuredBytes) -> str:
     """A cell: predicted and measured GiB of activations on the device."""
-    return f"{expected.device / GIB:.2f} {(found.device - found.before) / GIB:.2f}"
+    return f"{expected.device / GIB:.2f} {(result.device - result.before) / GIB:.2f}"
 
 
 def step_row(case: Case) -> None:
     """Print the peak of a step of DeepSpeed's engine, the bytes before it, and its parts' peaks."""
-    expected, found = predicted(case).device, measured(case)
-    gigabytes = [expected, found.device, found.blocks, found.before, *found.parts.values()]
+    expected, result = predicted(case).device, measured(case)
+    gigabytes = [expected, result.device, result.blocks, result.before, *result.parts.values()]
     predicted_gib, device, blocks, before, *parts = (f"{x / GIB:.2f}" for x in gigabytes)
-    ratio = f"{expected / found.device:.2f}"
+    ratio = f"{expected / result.device:.2f}"
     print_row(case.stage, case.checkpoints, predicted_gib, device, ratio, blocks, before, *parts)
 
 

@@ -33,8 +33,8 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """The inputs of the whole call, the same on every rank.
+class Inputs:
+    """The inputs of the whole attention call, the same on every rank.
 
     q and dout are (1, S, h, d), k and v (1, S, kv heads, d).
     """
@@ -47,13 +47,13 @@ class Work:
     """out, dq, dk, dv in float64."""
 
     @classmethod
-    def draw(cls, setup: Setup, heads: Heads, dtype: torch.dtype) -> Work:
+    def draw(cls, setup: Setup, heads: Heads, dtype: torch.dtype) -> Inputs:
         """Random inputs, and the reference for them."""
         generator = torch.Generator().manual_seed(0)
         counts = heads.query, heads.kv, heads.kv, heads.query
         shapes = [(1, setup.tokens, count, heads.dim) for count in counts]
-        inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-        return cls(*inputs, compute_reference(setup, inputs))
+        tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+        return cls(*tensors, compute_reference(setup, tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,26 +115,28 @@ def heads_of(x: Tensor, kv_head: int, kv_heads: int) -> Tensor:
     return x.narrow(2, kv_head * group_size, group_size)
 
 
-def make_run(name: str, scheme: Scheme, work: Work) -> Run:
+def make_run(name: str, scheme: Scheme, inputs: Inputs) -> Run:
     """A run of a scheme on this rank's rows."""
-    rows = (x[:, scheme.positions] for x in (work.q, work.k, work.v, work.dout))
+    rows = (x[:, scheme.positions] for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
     return Run(name, forward_backward(scheme, *rows), scheme.bytes_reported or (lambda: 0))
 
 
-def one_process(work: Work, setup: Setup, alone: bool) -> Run:
+def one_process(inputs: Inputs, setup: Setup, alone: bool) -> Run:
     """Attention of the whole sequence in one process.
 
     Args:
         alone: on rank 0 while the others wait; otherwise on every rank at the same time.
     """
     scheme = Scheme(torch.arange(setup.tokens), partial(torch_attention, causal=True))
-    step = forward_backward(scheme, work.q, work.k, work.v, work.dout)
+    step = forward_backward(scheme, inputs.q, inputs.k, inputs.v, inputs.dout)
     if alone and setup.rank != 0:
         return Run("one process, alone", tuple, lambda: 0)
     return Run(f"one process, {'alone' if alone else 'busy'}", step, lambda: 0)
 
 
-def relative_errors(results: Sequence[Tensor], work: Work, positions: Tensor) -> tuple[float, ...]:
+def relative_errors(
+    results: Sequence[Tensor], inputs: Inputs, positions: Tensor
+) -> tuple[float, ...]:
     """|x - reference| / |reference| of out, dq, dk, dv, Frobenius norms over all ranks.
 
     Raises:
@@ -142,9 +144,9 @@ def relative_errors(results: Sequence[Tensor], work: Work, positions: Tensor) ->
     """
     rows: list[Tensor] = [torch.empty_like(positions) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, positions.contiguous())
-    if not torch.equal(torch.cat(rows).sort().values, torch.arange(work.q.shape[1])):
+    if not torch.equal(torch.cat(rows).sort().values, torch.arange(inputs.q.shape[1])):
         raise ValueError("the ranks' rows are not the sequence, each row once")
-    expected = [x[:, positions] for x in work.reference]
+    expected = [x[:, positions] for x in inputs.reference]
     squares = [
         ((x - y).square().sum(), y.square().sum()) for x, y in zip(results, expected, strict=True)
     ]
@@ -153,15 +155,15 @@ def relative_errors(results: Sequence[Tensor], work: Work, positions: Tensor) ->
     return tuple((sums[:, 0] / sums[:, 1]).sqrt().tolist())
 
 
-def on_all_ranks(work: Callable[[], T]) -> T:
-    """Call `work` on every rank; returns its result.
+def on_all_ranks(function: Callable[[], T]) -> T:
+    """Call `function` on every rank; returns its result.
 
     Raises:
-        RefusedError: on every rank, if `work` failed on any; with the first failed rank's error.
+        RefusedError: on every rank, if it failed on any; with the first failed rank's error.
     """
     result, error = None, ""
     try:
-        result = work()
+        result = function()
     except Exception as raised:
         lines = str(raised).strip().splitlines() or [""]
         error = f"{type(raised).__name__}: {lines[0]}"

@@ -33,7 +33,7 @@ import peer_trial
 import torch
 from measure import cores_and_load, cpu_name, table_head, table_row
 from peer_adapters import ADAPTERS, STAND_IN, MakeScheme, Setup, add_flash_attn_stand_in, schemes_of
-from peer_trial import Figures, Heads, RefusedError, Run, Work
+from peer_trial import Figures, Heads, Inputs, RefusedError, Run
 
 from wf_backends import launch
 
@@ -66,13 +66,13 @@ def compare(args: argparse.Namespace, job: launch.Launch) -> None:
     head = heading(args, job.world_size)  # first, as it reads the load of the machine
     setup = Setup(job.rank, job.world_size, args.tokens)
     heads = Heads(args.heads, args.kv_heads or args.heads, args.head_dim)
-    work = Work.draw(setup, heads, getattr(torch, args.dtype))
-    rows, refused = prepare(setup, work, args.only.split(","))
-    baselines = [peer_trial.one_process(work, setup, alone) for alone in (True, False)]
+    inputs = Inputs.draw(setup, heads, getattr(torch, args.dtype))
+    rows, refused = prepare(setup, inputs, args.only.split(","))
+    baselines = [peer_trial.one_process(inputs, setup, alone) for alone in (True, False)]
     peer_trial.measure(baselines, 1)  # warm-up; the schemes have run in `prepare`
     figures = peer_trial.measure([*baselines, *(row.run for row in rows)], args.repeats)
     if setup.rank == 0:
-        text = "\n".join([*head, *table(setup, work, rows, figures), *refused])
+        text = "\n".join([*head, *table(setup, inputs, rows, figures), *refused])
         print(text)
         if args.out:
             with args.out.open("a") as file:
@@ -96,7 +96,7 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def prepare(setup: Setup, work: Work, packages: list[str]) -> tuple[list[Row], list[str]]:
+def prepare(setup: Setup, inputs: Inputs, packages: list[str]) -> tuple[list[Row], list[str]]:
     """Make and run every scheme once: the rows that ran, and a line for each that failed."""
     rows: list[Row] = []
     refused: list[str] = []
@@ -104,7 +104,7 @@ def prepare(setup: Setup, work: Work, packages: list[str]) -> tuple[list[Row], l
         try:
             for name, make in peer_trial.on_all_ranks(partial(schemes_of, package, setup)).items():
                 try:
-                    rows.append(first_run(f"{package}: {name}", make, work))
+                    rows.append(first_run(f"{package}: {name}", make, inputs))
                 except RefusedError as error:
                     refused.append(f"- {package}, {name}: {error}")
         except RefusedError as error:
@@ -112,19 +112,19 @@ def prepare(setup: Setup, work: Work, packages: list[str]) -> tuple[list[Row], l
     return rows, ["", "Did not run:", "", *refused] if refused else []
 
 
-def first_run(name: str, make: MakeScheme, work: Work) -> Row:
+def first_run(name: str, make: MakeScheme, inputs: Inputs) -> Row:
     """Run a scheme once, as a warm-up, and compare it with the reference.
 
     After each stage the ranks agree that all have succeeded: none waits in a collective for a rank
     that has failed.
     """
     scheme = peer_trial.on_all_ranks(make)
-    run = peer_trial.make_run(name, scheme, work)
+    run = peer_trial.make_run(name, scheme, inputs)
     results = peer_trial.on_all_ranks(run.step)
     return Row(
         run,
         peer_trial.on_all_ranks(
-            partial(peer_trial.relative_errors, results, work, scheme.positions)
+            partial(peer_trial.relative_errors, results, inputs, scheme.positions)
         ),
     )
 
@@ -156,7 +156,7 @@ def version(package: str) -> str:
         return "not installed"
 
 
-def table(setup: Setup, work: Work, rows: list[Row], figures: list[list[Figures]]) -> list[str]:
+def table(setup: Setup, inputs: Inputs, rows: list[Row], figures: list[list[Figures]]) -> list[str]:
     """The time of one process, then one line per scheme."""
     alone = median(max(repeat.cpu) for repeat in figures[0])
     busy = median(mean(repeat.cpu) for repeat in figures[1])
@@ -176,14 +176,14 @@ def table(setup: Setup, work: Work, rows: list[Row], figures: list[list[Figures]
     ideals = [alone / setup.size, busy / setup.size]
     cpu_s: dict[str, float] = {}
     for row, repeats in zip(rows, figures[2:], strict=True):
-        lines.append(line(row, repeats, ideals, work))
+        lines.append(line(row, repeats, ideals, inputs))
         cpu_s[row.run.name] = median(busiest(repeats))
     return lines + compare_auto(cpu_s)
 
 
-def line(row: Row, repeats: list[Figures], ideals: list[float], work: Work) -> str:
+def line(row: Row, repeats: list[Figures], ideals: list[float], inputs: Inputs) -> str:
     """A row of the table."""
-    unit = work.q.nbytes / len(repeats[0].cpu)
+    unit = inputs.q.nbytes / len(repeats[0].cpu)
     cpu = busiest(repeats)
     wall = [max(repeat.wall) for repeat in repeats]
     sent, reported = repeats[-1].sent, max(repeats[-1].reported)
@@ -191,7 +191,7 @@ def line(row: Row, repeats: list[Figures], ideals: list[float], work: Work) -> s
     cells = [row.run.name, spread(alone), f"{median(busy):.2f}", f"{median(cpu):.3f}", spread(wall)]
     cells += [f"{mean(sent) / unit:.2f} / {max(sent) / unit:.2f}"]
     cells += [f"{reported / unit:.2f}" if reported else "-"]
-    cells += [" / ".join(format_error(error, work.q.dtype) for error in row.errors)]
+    cells += [" / ".join(format_error(error, inputs.q.dtype) for error in row.errors)]
     return table_row(*cells)
 
 

@@ -161,7 +161,7 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def measured(how: str, seqlen: int) -> dict[str, float]:
+def measured(variant: str, seqlen: int) -> dict[str, float]:
     """Figures of a step on this rank: the peak in MiB, CPU seconds, and the loss of all ranks."""
     if ranks() > 1:
         import deepspeed
@@ -171,7 +171,7 @@ def measured(how: str, seqlen: int) -> dict[str, float]:
         with without_shared_memory_op():
             deepspeed.init_distributed("gloo", verbose=False)
     size = Size()
-    step = MAKE_STEP[how](seqlen // ranks(), size)
+    step = MAKE_STEP[variant](seqlen // ranks(), size)
     step(torch.zeros(1, WARM_UP_TOKENS, dtype=torch.int64))
     ids = draw_ids(seqlen, size)
     measure.reset_peak()
@@ -183,11 +183,11 @@ def measured(how: str, seqlen: int) -> dict[str, float]:
     return figures | {"loss": float(loss)}
 
 
-def measured_on_gpu(how: str, seqlen: int) -> dict[str, float]:
+def measured_on_gpu(variant: str, seqlen: int) -> dict[str, float]:
     """Figures of a step: the peak in MiB beyond weights and gradients, the median ms, the loss."""
     gc.collect()
     torch.cuda.empty_cache()
-    step, ids = MAKE_STEP[how](seqlen, GPU_SIZE), draw_ids(seqlen, GPU_SIZE)
+    step, ids = MAKE_STEP[variant](seqlen, GPU_SIZE), draw_ids(seqlen, GPU_SIZE)
     loss = step(ids)  # allocates the gradients
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -203,9 +203,9 @@ def draw_ids(seqlen: int, size: Size) -> Tensor:
     return torch.randint(size.vocabulary, (1, seqlen), generator=generator).to(size.device)
 
 
-def in_fresh_processes(how: str, seqlen: int, num_ranks: int) -> dict[str, float]:
+def in_fresh_processes(variant: str, seqlen: int, num_ranks: int) -> dict[str, float]:
     """`measured` in a new process for each rank; the largest of each figure."""
-    command = [sys.executable, __file__, "--rank", how, str(seqlen)]
+    command = [sys.executable, __file__, "--rank", variant, str(seqlen)]
     figures = [json.loads(line) for line in measure.last_lines(command, num_ranks, {})]
     return {name: max(of_rank[name] for of_rank in figures) for name in figures[0]}
 
@@ -239,14 +239,14 @@ def cpu_table(lengths: Sequence[int], rank_counts: Sequence[int]) -> None:
     measure.print_head("ranks", "how", *peak_head(lengths), "CPU s", "loss")
     expected_loss = None
     for num_ranks in rank_counts:
-        for how in MAKE_STEP:
-            low, high = (in_fresh_processes(how, seqlen, num_ranks) for seqlen in lengths)
+        for variant in MAKE_STEP:
+            low, high = (in_fresh_processes(variant, seqlen, num_ranks) for seqlen in lengths)
             loss = high["loss"]
             expected_loss = expected_loss or loss
             if abs(loss / expected_loss - 1) > 1e-5:
-                raise RuntimeError(f"{how} computes another loss: {loss}, not {expected_loss}")
+                raise RuntimeError(f"{variant} computes another loss: {loss}, not {expected_loss}")
             cells = peak_cells(low, high, lengths)
-            measure.print_row(num_ranks, how, *cells, f"{high['s']:.1f}", f"{loss:.5f}")
+            measure.print_row(num_ranks, variant, *cells, f"{high['s']:.1f}", f"{loss:.5f}")
 
 
 def gpu_table(lengths: Sequence[int]) -> None:
@@ -256,14 +256,14 @@ def gpu_table(lengths: Sequence[int]) -> None:
     """
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}\n")
     measure.print_head("how", *peak_head(lengths), "ms", "loss")
-    for how in MAKE_STEP:
+    for variant in MAKE_STEP:
         try:
-            low, high = (measured_on_gpu(how, seqlen) for seqlen in lengths)
+            low, high = (measured_on_gpu(variant, seqlen) for seqlen in lengths)
         except Exception:
             traceback.print_exc()
             continue
         cells = peak_cells(low, high, lengths)
-        measure.print_row(how, *cells, f"{high['ms']:.0f}", f"{high['loss']:.6f}")
+        measure.print_row(variant, *cells, f"{high['ms']:.0f}", f"{high['loss']:.6f}")
 
 
 def peak_head(lengths: Sequence[int]) -> tuple[str, str, str]:
