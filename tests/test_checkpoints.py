@@ -1,4 +1,4 @@
-"""Checkpoints are complete or not there, whenever the job that writes them is killed."""
+"""A checkpoint is complete or absent, whenever the job that writes it is killed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +17,31 @@ import torch.distributed as dist
 
 from wf_backends.checkpoints import complete, find_checkpoint, saved_whole, write_whole
 
-RANKS, PIECES = 2, 4
+NUM_RANKS, FILES_PER_RANK = 2, 4
 
 
-def write_for_ever(folder: Path, rank: int) -> None:
-    """A rank that saves one checkpoint after another, slowly."""
-    store = dist.FileStore(str(folder / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    step = 0
-    while True:
-        step += 1
+def save_until_killed(folder: Path, rank: int) -> None:
+    """A rank that saves one checkpoint after another; a value in a checkpoint is its step."""
+    store = dist.FileStore(str(folder / "store"), NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    for step in count(1):
         with saved_whole(folder / "kept", f"step{step % 3}") as part:
-            for piece in range(PIECES):
-                torch.save(torch.full((1000,), step), part / f"rank{rank} {piece}.pt")
+            for index in range(FILES_PER_RANK):
+                torch.save(torch.full((1000,), step), part / f"rank{rank} {index}.pt")
                 time.sleep(random.random() * 2e-3)
 
 
 @pytest.mark.processes
-def test_kills_at_drawn_moments_of_saving(tmp_path: Path) -> None:
-    """20 jobs, each killed at a drawn moment: on any rank first, the other one soon after."""
+def test_a_job_killed_while_it_saves_leaves_complete_checkpoints(tmp_path: Path) -> None:
+    """20 jobs are killed at drawn moments: a drawn rank first, then the other."""
     context, draw = multiprocessing.get_context("fork"), random.Random(0)
-    found = 0
+    num_resumable = 0
     for trial in range(20):
         folder = tmp_path / str(trial)
         folder.mkdir()
         ranks: list[Any] = [
-            context.Process(target=write_for_ever, args=(folder, rank)) for rank in range(RANKS)
+            context.Process(target=save_until_killed, args=(folder, rank))
+            for rank in range(NUM_RANKS)
         ]
         for rank in ranks:
             rank.start()
@@ -49,24 +49,24 @@ def test_kills_at_drawn_moments_of_saving(tmp_path: Path) -> None:
         while not (folder / "kept").exists() and time.monotonic() < end:
             time.sleep(0.005)
         time.sleep(draw.random() * 0.1)
-        for rank in draw.sample(ranks, RANKS):
+        for rank in draw.sample(ranks, NUM_RANKS):
             os.kill(rank.pid, signal.SIGKILL)
             rank.join()
-        found += assert_whole(folder / "kept")
-    assert found > 5  # jobs that had a checkpoint
+        assert_complete(folder / "kept")
+        num_resumable += (folder / "kept" / "latest").exists()
+    assert num_resumable > 5
 
 
-def assert_whole(folder: Path) -> bool:
-    """What is there is complete and of one step; `latest` names such a one."""
-    for name in complete(folder):
+def assert_complete(folder: Path) -> None:
+    """Every checkpoint has all files, of one step; `latest` names one of the checkpoints."""
+    names = complete(folder)
+    for name in names:
         steps = [torch.load(path)[0].item() for path in (folder / name).glob("*.pt")]
-        assert len(steps) == RANKS * PIECES and len(set(steps)) == 1, (name, steps)
-    assert len(complete(folder)) == sum(one.is_dir() and not one.suffix for one in folder.iterdir())
-    if not (folder / "latest").exists():
-        return False
-    named = (folder / "latest").read_text()
-    assert named in complete(folder) or (folder / f"{named}.old").is_dir()
-    return True
+        assert len(steps) == NUM_RANKS * FILES_PER_RANK and len(set(steps)) == 1, (name, steps)
+    assert len(names) == sum(path.is_dir() and not path.suffix for path in folder.iterdir())
+    if (folder / "latest").exists():
+        latest = (folder / "latest").read_text()
+        assert latest in names or (folder / f"{latest}.old").is_dir()
 
 
 def save(folder: Path, tag: str) -> None:
@@ -74,13 +74,13 @@ def save(folder: Path, tag: str) -> None:
         torch.save(torch.zeros(100), part / "a.pt")
 
 
-def test_an_incomplete_checkpoint_is_named_and_the_newest_complete_one_offered(tmp_path: Path):
+def test_an_incomplete_checkpoint_is_refused_with_the_newest_complete_one(tmp_path: Path):
     with pytest.raises(ValueError, match="no checkpoint in"):
         find_checkpoint(tmp_path)
     save(tmp_path, "step2")
     assert find_checkpoint(tmp_path).name == find_checkpoint(tmp_path, "step2").name == "step2"
     with pytest.raises(RuntimeError, match="a fault"), saved_whole(tmp_path, "step4"):
-        raise RuntimeError("a fault while it is written")
+        raise RuntimeError("a fault")
     assert find_checkpoint(tmp_path).name == "step2"
     offer = "the newest complete one is 'step2'"
     with pytest.raises(ValueError, match=f"'step4' in .* is incomplete: the job ended .*; {offer}"):
@@ -89,8 +89,8 @@ def test_an_incomplete_checkpoint_is_named_and_the_newest_complete_one_offered(t
         find_checkpoint(tmp_path, "step5")
 
 
-def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
-    """As another program leaves it, which writes in place and names it in `latest`."""
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    """Another program may write in place, and name an incomplete checkpoint in `latest`."""
     save(tmp_path, "step2")
     save(tmp_path, "step4")
     file = tmp_path / "step4" / "a.pt"
@@ -99,8 +99,8 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
         find_checkpoint(tmp_path)
 
 
-def test_a_checkpoint_may_be_written_again(tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_overwritten(tmp_path: Path) -> None:
     save(tmp_path, "step2")
     save(tmp_path, "step2")
     write_whole(tmp_path / "latest", "step2")
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["latest", "step2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step2"]

@@ -1,4 +1,4 @@
-"""Forked ranks are processes as any: output, exit codes, signals, and none outlives its client."""
+"""Forked ranks behave as new processes: output, exit codes, signals; none outlives its client."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ def run(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
 
 
-def test_a_fork_has_its_client_s_surroundings(tmp_path: Path) -> None:
+def test_a_fork_has_the_folder_environment_arguments_and_stdin_of_its_client(
+    tmp_path: Path,
+) -> None:
     code = "import os, sys; print(os.getcwd(), os.environ['RANK'], sys.argv, input())"
-    surroundings = {"cwd": tmp_path, "env": os.environ | {"RANK": "7"}, "input": "said\n"}
-    done = run("-c", code, "more", **surroundings)
-    assert done.stdout == f"{tmp_path} 7 ['-c', 'more'] said\n", done.stderr
+    environ = os.environ | {"RANK": "7"}
+    done = run("-c", code, "argument", cwd=tmp_path, env=environ, input="a line\n")
+    assert done.stdout == f"{tmp_path} 7 ['-c', 'argument'] a line\n", done.stderr
 
 
 def test_a_script_runs_as_python_runs_it(tmp_path: Path) -> None:
@@ -38,7 +40,7 @@ def test_a_script_runs_as_python_runs_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "end"),
+    ("code", "returncode"),
     [
         ("pass", 0),
         ("raise SystemExit(3)", 3),
@@ -47,26 +49,26 @@ def test_a_script_runs_as_python_runs_it(tmp_path: Path) -> None:
         ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL),
     ],
 )
-def test_a_client_ends_as_its_fork_does(code: str, end: int) -> None:
+def test_a_client_ends_with_the_exit_code_of_its_fork(code: str, returncode: int) -> None:
     done = run("-c", code)
-    assert done.returncode == end
+    assert done.returncode == returncode
     assert ("ZeroDivisionError" in done.stderr) == ("/" in code)
 
 
-def test_forks_import_nothing_twice_and_draw_different_numbers() -> None:
+def test_forks_have_the_imported_modules_and_different_random_seeds() -> None:
     code = "import sys; print('numpy' in sys.modules); import numpy, random; "
     code += "print(random.random(), numpy.random.rand())"
-    told = {run("-c", code).stdout for _ in range(3)}
-    assert len(told) == 3 and all(text.startswith("True\n") for text in told)
+    outputs = {run("-c", code).stdout for _ in range(3)}
+    assert len(outputs) == 3 and all(output.startswith("True\n") for output in outputs)
 
 
-def test_a_killed_client_takes_its_fork_with_it() -> None:
+def test_the_fork_of_a_killed_client_is_killed() -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
     command = [*forked.python("numpy"), "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
         assert client.stdout is not None
         fork = int(client.stdout.readline())
-        os.kill(fork, 0)
+        os.kill(fork, 0)  # it exists
         client.kill()
     deadline = time.monotonic() + 20
     while Path(f"/proc/{fork}").exists() and time.monotonic() < deadline:

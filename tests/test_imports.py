@@ -1,4 +1,4 @@
-"""The dependency direction: the core knows no framework, the pure modules know no torch."""
+"""Imports: the core imports no framework, a package only earlier ones, a pure module no torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ FRAMEWORKS = ("deepspeed", "colossalai", "transformers", "accelerate", "diffuser
 DOORS = ("wf_deepspeed", "wf_colossalai", "wf_transformers", "wf_accelerate", "wf_diffusers")
 INTEGRATIONS = ("integrations", *DOORS)
 
-# The packages of the core, in the order in which they build on each other. Those of one row know
-# nothing of each other.
+# The packages of the core: each imports only from packages of earlier rows.
 ROWS = (
     ("schedule",),
     ("lowering",),
@@ -41,36 +40,35 @@ ROWS = (
 PACKAGES = tuple(f"wf_backends.{name}" for row in ROWS for name in row)
 PURE_PACKAGES = ("schedule", "lowering", "cost", "planner", "config", "weights", "budget")
 PURE = tuple(f"wf_backends.{name}" for name in ("_validation", *PURE_PACKAGES))
-PURE_MODULES = (  # of packages that are not
+PURE_MODULES = (  # of packages that are not pure
     "wf_backends.cluster.job",
     "wf_backends.cluster.presets",
     "wf_backends.cluster.topology",
     "wf_backends.launch.environment",
     "wf_backends.parallel.choose",
 )
-FLAT = 3  # modules beside the packages, at most
+MAX_TOP_MODULES = 3  # of the core, beside its packages
 
 
 @dataclass(frozen=True)
 class Rule:
-    """No module of `importers` imports any of `forbidden`; names stand for all that is inside."""
+    """No module in the packages `importers` imports anything in the packages `forbidden`."""
 
     importers: tuple[str, ...]
     forbidden: tuple[str, ...]
 
 
-def later(row: int, name: str) -> tuple[str, ...]:
-    """The packages that `name`, of that row, may not import."""
-    beside = (other for other in ROWS[row] if other != name)
-    return tuple(
-        f"wf_backends.{other}" for other in (*beside, *(n for r in ROWS[row + 1 :] for n in r))
-    )
+def forbidden_packages(row: int, name: str) -> tuple[str, ...]:
+    """The packages that `name` in ROWS[row] may not import: others of its row, and later ones."""
+    same_row = [other for other in ROWS[row] if other != name]
+    later = [other for names in ROWS[row + 1 :] for other in names]
+    return tuple(f"wf_backends.{other}" for other in (*same_row, *later))
 
 
 RULES = (
     Rule(("wf_backends",), FRAMEWORKS + INTEGRATIONS),
     *(
-        Rule((f"wf_backends.{name}",), later(row, name))
+        Rule((f"wf_backends.{name}",), forbidden_packages(row, name))
         for row, names in enumerate(ROWS)
         for name in names
     ),
@@ -85,18 +83,18 @@ RULES = (
 
 
 def inside(name: str, packages: tuple[str, ...]) -> bool:
-    """Whether the dotted `name` is one of `packages` or lies in one."""
+    """Whether the dotted `name` is one of `packages` or in one of them."""
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
 def modules(root: Path) -> dict[str, Path]:
     """Dotted name -> file, of every module under the source roots of `root`."""
-    found = {}
+    files = {}
     for source_root in SOURCE_ROOTS:
         for path in (root / source_root).glob("wf_*/**/*.py"):
             parts = path.relative_to(root / source_root).with_suffix("").parts
-            found[".".join(parts)] = path
-    return found
+            files[".".join(parts)] = path
+    return files
 
 
 def imported(module: str, path: Path) -> Iterator[str]:
@@ -120,57 +118,60 @@ def imported(module: str, path: Path) -> Iterator[str]:
                 yield name
 
 
-def pure(name: str) -> bool:
-    """Whether a pure module may import `name`; of the faces, it takes pure names."""
-    known = name.split(".")[0] in sys.stdlib_module_names or inside(name, PURE + PURE_MODULES)
-    return known or (name.startswith("wf_backends.") and pure_home(name))
+def is_pure(name: str) -> bool:
+    """Whether a pure module may import `name`."""
+    if name.split(".")[0] in sys.stdlib_module_names or inside(name, PURE + PURE_MODULES):
+        return True
+    return name.startswith("wf_backends.") and exported_by_a_pure_module(name)
 
 
 @cache
-def pure_home(name: str) -> bool:
-    """Whether `name` is taken from a package's face, to which a pure module gave it."""
-    package, _, leaf = name.rpartition(".")
-    face = modules(ROOT).get(f"{package}.__init__")
-    homes = {full for full in imported(package, face) if full.endswith(f".{leaf}")} if face else ()
-    return any(inside(home, PURE + PURE_MODULES) for home in homes)
+def exported_by_a_pure_module(name: str) -> bool:
+    """Whether the `__init__.py` of a package exports `name` and imports it from a pure module."""
+    package, _, exported = name.rpartition(".")
+    init = modules(ROOT).get(f"{package}.__init__")
+    if init is None:
+        return False
+    sources = [source for source in imported(package, init) if source.endswith(f".{exported}")]
+    return any(inside(source, PURE + PURE_MODULES) for source in sources)
 
 
 def package_of(name: str) -> str | None:
     return next((package for package in PACKAGES if inside(name, (package,))), None)
 
 
-def behind_a_face(module: str, name: str) -> bool:
-    """Whether it is taken from inside another package, and not from its `__init__.py`."""
+def is_not_exported(module: str, name: str) -> bool:
+    """Whether `module` imports `name` from a module inside another package of the core."""
     package = package_of(name)
     if package in (None, package_of(module), name):
         return False
-    deeper = name.removeprefix(f"{package}.").split(".")
-    return len(deeper) > 1 and module != "wf_backends.__init__"
+    parts_in_package = name.removeprefix(f"{package}.").split(".")
+    return len(parts_in_package) > 1 and module != "wf_backends.__init__"
 
 
 def violations(root: Path) -> list[str]:
-    """'importer imports imported', for every import against the direction."""
+    """A line `IMPORTER imports NAME` for every import that is not allowed."""
     found = []
     for module, path in modules(root).items():
         rules = [rule for rule in RULES if inside(module, rule.importers)]
         for name in imported(module, path):
             against_rule = any(inside(name, rule.forbidden) for rule in rules)
-            against_purity = inside(module, PURE + PURE_MODULES) and not pure(name)
-            if against_rule or against_purity or behind_a_face(module, name):
+            against_purity = inside(module, PURE + PURE_MODULES) and not is_pure(name)
+            if against_rule or against_purity or is_not_exported(module, name):
                 found.append(f"{module} imports {name}")
     return found
 
 
-def test_the_repository_keeps_the_direction() -> None:
-    assert "wf_backends.schedule.mask" in modules(ROOT)  # the walk sees the code at all
+def test_every_import_of_the_repository_is_allowed() -> None:
+    assert "wf_backends.schedule.mask" in modules(ROOT)  # the modules are found
     assert violations(ROOT) == []
 
 
-def test_the_core_is_its_packages() -> None:
+def test_the_core_consists_of_the_listed_packages() -> None:
     core = ROOT / "wf_backends"
     folders = {path.parent.name for path in core.glob("*/__init__.py")}
     assert folders <= {name for row in ROWS for name in row}
-    assert len([path for path in core.glob("*.py") if path.stem != "__init__"]) <= FLAT
+    assert len([path for path in core.glob("*.py") if path.stem != "__init__"]) <= MAX_TOP_MODULES
 
 
 CLUSTERS_TIMER = "wf_backends.cluster.Timer"
@@ -203,9 +204,7 @@ COMMS_MPI = "wf_backends.comm.mpi.load_mpi"
         ("integrations/wf_colossalai/a.py", "import wf_accelerate", "wf_accelerate"),
     ],
 )
-def test_an_import_against_the_direction_is_found(
-    tmp_path: Path, module: str, line: str, name: str
-) -> None:
+def test_a_forbidden_import_is_found(tmp_path: Path, module: str, line: str, name: str) -> None:
     write(tmp_path, module, line)
     importer = module.removeprefix("integrations/").removesuffix(".py").replace("/", ".")
     assert violations(tmp_path) == [f"{importer} imports {name}"]
@@ -223,17 +222,17 @@ def test_an_import_against_the_direction_is_found(
         ("integrations/wf_colossalai/a.py", "from wf_transformers import attention"),
     ],
 )
-def test_an_import_along_the_direction_is_not(tmp_path: Path, module: str, line: str) -> None:
+def test_an_allowed_import_is_no_violation(tmp_path: Path, module: str, line: str) -> None:
     write(tmp_path, module, line)
     assert violations(tmp_path) == []
 
 
 def test_every_folder_of_modules_is_a_package() -> None:
-    """Else it works from the repository and is missing from the wheel."""
+    """A wheel lacks the modules of a folder without `__init__.py`."""
     folders = {path.parent for path in modules(ROOT).values()}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
-    tops = {folder for folder in folders if folder.parent.name in (ROOT.name, "integrations")}
-    assert [top for top in tops if not (top / "py.typed").exists()] == []
+    top_folders = [f for f in folders if f.parent.name in (ROOT.name, "integrations")]
+    assert [folder for folder in top_folders if not (folder / "py.typed").exists()] == []
 
 
 def test_importing_the_core_loads_no_optional_package() -> None:

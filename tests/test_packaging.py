@@ -1,4 +1,4 @@
-"""`pyproject.toml` and `setup.cfg`: no setting in both, and a wheel that has every package."""
+"""`pyproject.toml` and `setup.cfg` share no setting, and a wheel contains every package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TABLES = {"metadata": "project", "options": "tool.setuptools", "tool:pytest": "t
 
 
 def setup_settings(path: Path) -> Iterator[str]:
-    """Every setting of a setup.cfg by its name in pyproject.toml."""
+    """The settings of a setup.cfg, by their dotted names in pyproject.toml."""
     config = ConfigParser()
     config.read(path)
     for section in config.sections():
@@ -31,7 +31,7 @@ def setup_settings(path: Path) -> Iterator[str]:
 
 
 def project_settings(table: dict[str, Any], name: str = "") -> Iterator[str]:
-    """Every setting of a pyproject.toml, dotted."""
+    """The dotted names of the settings of a pyproject.toml."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from project_settings(value, f"{name}{key}.")
@@ -39,7 +39,7 @@ def project_settings(table: dict[str, Any], name: str = "") -> Iterator[str]:
             yield f"{name}{key}".replace("_", "-")
 
 
-def test_no_setting_stands_in_both_files() -> None:
+def test_no_setting_is_in_both_files() -> None:
     project = set(project_settings(tomllib.loads((ROOT / "pyproject.toml").read_text())))
     setup = set(setup_settings(ROOT / "setup.cfg"))
     assert "project.name" in project and "tool.setuptools.package-data.*" in setup
@@ -47,7 +47,8 @@ def test_no_setting_stands_in_both_files() -> None:
 
 
 def test_a_setting_in_both_files_is_found(tmp_path: Path) -> None:
-    (path := tmp_path / "setup.cfg").write_text(
+    path = tmp_path / "setup.cfg"
+    path.write_text(
         "[metadata]\nname = a\n[options]\nzip_safe = 1\n[options.package_data]\n* = b\n"
     )
     tables = {"project": {"name": "a"}, "tool": {"setuptools": {"package-data": {"*": ["b"]}}}}
@@ -58,11 +59,11 @@ def test_a_setting_in_both_files_is_found(tmp_path: Path) -> None:
 
 
 def tracked() -> list[str]:
-    """The files of the repository, as git has them."""
-    found = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if found.returncode:
+    """The files of the repository that git tracks."""
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
         pytest.skip("this is no git repository")
-    return [name for name in found.stdout.splitlines() if (ROOT / name).exists()]
+    return [name for name in done.stdout.splitlines() if (ROOT / name).exists()]
 
 
 def test_a_wheel_built_from_a_clone_has_all_packages(tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_a_wheel_built_from_a_clone_has_all_packages(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     packed = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    ours = {name.removeprefix("integrations/") for name in files}
-    ours = {name for name in ours if name.startswith("wf_")}
-    assert packed == {name for name in ours if name.endswith((".py", "/py.typed"))}
-    assert {f"{name.split('/')[0]}/py.typed" for name in ours} <= packed
+    names = {name.removeprefix("integrations/") for name in files}
+    names = {name for name in names if name.startswith("wf_")}
+    assert packed == {name for name in names if name.endswith((".py", "/py.typed"))}
+    assert {f"{name.split('/')[0]}/py.typed" for name in names} <= packed
