@@ -79,7 +79,9 @@ def test_colossalai_attention_test_passes(results: Results) -> None:
 
 
 @pytest.mark.parametrize("name", DOUBLE_RINGS)
-def test_gradients_of_double_rings_that_are_not_square(double_rings: Results, name: str) -> None:
+def test_double_rings_that_are_not_square_have_the_dense_gradients(
+    double_rings: Results, name: str
+) -> None:
     result = double_rings[name]
     assert_tensors(result["gradients"], result["expected"]["gradients"], 1e-5)
 

@@ -227,10 +227,10 @@ def test_a_few_tokens_a_rank_can_be_planned(seqlen: int) -> None:
 
 
 def test_one_and_two_documents_are_planned_as_none() -> None:
-    no_documents, one, two = (
+    no_documents, one_document, two_documents = (
         plan_of(config(), mask=Mask(CAUSAL, borders)) for borders in (None, (0, 240), (0, 10, 240))
     )
-    assert no_documents == one == two
+    assert no_documents == one_document == two_documents
 
 
 def test_a_call_on_part_of_a_cluster_is_planned_for_that_part() -> None:

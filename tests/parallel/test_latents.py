@@ -56,8 +56,8 @@ def dense(mask, options):
     *inputs, dout, sinks = (x.requires_grad_() for x in tensors())
     q, shared, latents, kv_up = inputs
     keys_and_values = torch.einsum("bjc,hxc->bjhx", latents[:, :, 0], kv_up)
-    own, v = keys_and_values.split((HEAD_WIDTH, VALUE_WIDTH), dim=-1)
-    k = torch.cat((own, shared.expand(-1, -1, HEADS, -1)), -1)
+    keys_of_heads, v = keys_and_values.split((HEAD_WIDTH, VALUE_WIDTH), dim=-1)
+    k = torch.cat((keys_of_heads, shared.expand(-1, -1, HEADS, -1)), -1)
     scale = (HEAD_WIDTH + SHARED_WIDTH) ** -0.5
     out = dense_attention(q, k, v, make_mask(**mask), scale, sinks, **options)
     *grads, d_kv_up, dsinks = torch.autograd.grad(out, [*inputs, sinks], dout)

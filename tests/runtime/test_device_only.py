@@ -61,7 +61,7 @@ class AgreeingPeers(Communicator, Pending):
 
 
 class OnDeviceOnly(TorchDispatchMode):
-    """Fails at the first operator with tensors of two devices, or that reads a value of GPU's.
+    """Fails at the first operator with tensors of two devices, or that reads a value of a GPU's.
 
     `operators` has the names of all operators that ran.
     """
@@ -149,7 +149,7 @@ CALLS = [
 
 @pytest.fixture
 def no_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is none on the device "meta"."""
+    """The device "meta" has no autocast."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
 
 
@@ -175,7 +175,7 @@ def operators_of_call(config: dict[str, Any], mask: Mask, kernel: Kernel) -> set
 def test_attention_stays_on_the_gpu_and_reads_no_value(
     kernel: str, config: dict[str, Any], mask: str
 ) -> None:
-    """Also: the kernels of torch that run are those that the GPU has."""
+    """Torch's kernels for attention are those that this GPU takes, none for "reference"."""
     operators = operators_of_call(config, MASKS[mask], KERNELS[kernel]())
     attention_kernels = operators & {FLASH, CUDNN}
     if kernel == "reference":
@@ -274,6 +274,6 @@ def test_measuring_reads_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     ),
 )
 def test_reading_a_value_and_mixing_devices_fail(operation: Callable[[Tensor], object]) -> None:
-    """Or the tests above would prove nothing."""
+    """Each of these would make the tests above fail."""
     with OnDeviceOnly(), pytest.raises((AssertionError, NotImplementedError)):
         operation(torch.empty(4, device=GPU))

@@ -48,7 +48,7 @@ LARGE = [
 
 @pytest.mark.parametrize(("schedule", "mask"), SMALL)
 def test_every_schedule_is_exact_under_every_mask(schedule, mask):
-    """In the backward queries walk, but for the window; on 4 and 8 ranks the other side, too."""
+    """Queries walk in the backward, under the window keys; on 4 and 8 ranks either side does."""
     walk = mask != MASKS["window"]
     case = Case(schedule, schedule, zigzag(schedule.num_ranks, SEQLEN), mask, queries_walk=walk)
     assert_exact(case)
@@ -120,7 +120,7 @@ def test_keeping_gathered_rows_is_exact(schedule, mask):
 
 
 def bytes_gathered(case):
-    """By all ranks before the backward's first step."""
+    """Of all ranks, before the first step of the backward."""
     return sum(case.derived_bytes(r).get("backward gather", 0) for r in range(case.num_ranks))
 
 

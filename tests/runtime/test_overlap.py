@@ -76,7 +76,7 @@ def events_of(comm, case):
 
 
 def events_of_chunks(comm, chunks):
-    """Those of Ulysses in chunks of heads, without repetitions of an event."""
+    """Events of Ulysses in chunks of heads; equal events after one another count as one."""
     events, layout = [], zigzag(2, 16)
     exchange = make_head_exchange(layout, 12, 12).split(chunks)
     case = Case(ring(1), ring(1), contiguous(1, 16), Mask(CAUSAL))
@@ -118,7 +118,7 @@ def test_the_next_hop_is_in_flight_while_a_step_computes():
 
 
 def test_own_queries_are_computed_while_those_of_others_arrive():
-    """And own results while those of others leave."""
+    """And results that stay are computed while those of others leave."""
     case = Case(mesh(2, 2), mesh(2, 2), zigzag(4, 32), Mask())
     for events in run_threads(4, events_of, case):
         for name in ("forward", "backward"):
@@ -195,7 +195,7 @@ def test_results_leave_after_the_last_step_that_adds_to_them(rank):
 
 @pytest.mark.parametrize("size", (2, 3, 4, 6, 8, 12))
 def test_a_rank_sends_to_as_many_ranks_as_it_receives_from_in_every_round(size):
-    """Of a power of two ranks to the same ones."""
+    """To the ranks that it receives from, where the number of ranks is a power of two."""
     layout = zigzag(size, 8 * size)
     problem = Problem(mesh(size, 1), layout, layout, Mask())
     for rank in range(size):
