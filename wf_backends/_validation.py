@@ -48,7 +48,7 @@ def check_block(name: str, block: object, known: Iterable[str], example: str) ->
     for key in cast(Mapping[object, object], block):
         if key not in names:
             raise ValueError(
-                f'"{name}.{key}" is no known key{nearest(key, names)} (known: {", ".join(names)})'
+                f'"{name}.{key}" is an unknown key{nearest(key, names)} (known: {", ".join(names)})'
             )
 
 

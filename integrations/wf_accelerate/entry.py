@@ -163,7 +163,7 @@ def _refuse_accelerator(accelerator: Accelerator, allowed: Sequence[Any]) -> Non
         )
     if distributed_type not in AVERAGING:
         raise NotImplementedError(
-            f"accelerate's distributed_type {distributed_type} is not supported; have {AVERAGING}"
+            f"accelerate's distributed_type must be one of {AVERAGING}, got {distributed_type}"
         )
     parallelism = getattr(accelerator, "parallelism_config", None)
     if parallelism is not None and parallelism.non_data_parallel_size > 1:
@@ -175,7 +175,7 @@ def _refuse_accelerator(accelerator: Accelerator, allowed: Sequence[Any]) -> Non
     if accelerator.num_processes != ranks:
         raise ValueError(
             f"the accelerator counts {accelerator.num_processes} processes, the job has {ranks} "
-            f"ranks: gradients would not be averaged. Without GPUs say use_cpu=True in "
+            f"ranks: gradients would not be averaged. Without GPUs set use_cpu=True in "
             f"TrainingArguments, or Accelerator(cpu=True)"
         )
     allowed_ids = {id(model) for model in allowed}

@@ -34,7 +34,7 @@ def load(path: str | Path) -> dict[str, Any]:
     for key, value in config.items():
         if key not in TOP_LEVEL:
             raise ValueError(
-                f'{path}: "{key}" is no known key{nearest(key, TOP_LEVEL)} Known: '
+                f'{path}: "{key}" is an unknown key{nearest(key, TOP_LEVEL)} Known: '
                 f'{", ".join(TOP_LEVEL)}; arguments of the plugin stand under "colossalai"'
             )
         if key in (KEY, "colossalai") and not isinstance(value, dict):

@@ -143,7 +143,7 @@ def _check_keys(kwargs: dict[str, Any]) -> None:
         )
     for name, value in kwargs.items():
         if name in REPLACED_ARGUMENTS:
-            raise ValueError(f"{name}={value!r}: say it with {REPLACED_ARGUMENTS[name]}")
+            raise ValueError(f"{name}={value!r}: use {REPLACED_ARGUMENTS[name]} instead")
         if name not in known:
             raise ValueError(f"unknown argument {name!r}{key_hint(name, known)} Known: {known}")
 

@@ -129,7 +129,7 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
     for key in block:
         if key not in known:
             raise ValueError(
-                f'"{KEY}.{key}" is no known key{key_hint(key, known)} (known: {", ".join(known)})'
+                f'"{KEY}.{key}" is an unknown key{key_hint(key, known)} (known: {", ".join(known)})'
             )
     enabled = block.get("enabled", True)
     if not isinstance(enabled, bool):
@@ -151,7 +151,7 @@ def _refuse_misspelt(config: Mapping[str, Any]) -> None:
     """Refuse a misspelt "wallfacer"; other keys are not checked: DeepSpeed and forks have many."""
     for key in config:
         if key != KEY and get_close_matches(str(key).lower(), [KEY], cutoff=0.8):
-            raise ValueError(f'"{key}" is no known key; did you mean "{KEY}"?')
+            raise ValueError(f'"{key}" is an unknown key; did you mean "{KEY}"?')
 
 
 def refuse_conflicts(config: Mapping[str, Any], block: Block) -> None:

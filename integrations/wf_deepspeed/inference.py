@@ -92,8 +92,8 @@ def init_inference(
         return engine
     if deepspeed_config:
         raise NotImplementedError(
-            f'"{KEY}.{HETEGEN}" makes no engine of DeepSpeed\'s, which '
-            f"{list(deepspeed_config)} are for: leave them out"
+            f'"{KEY}.{HETEGEN}" makes no engine of DeepSpeed\'s, so that '
+            f"{list(deepspeed_config)} would have no effect: leave them out"
         )
     handle = _dispatch(model, block[HETEGEN], device)
     if budget is None:

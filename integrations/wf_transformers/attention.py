@@ -237,7 +237,7 @@ def _refuse_layer(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping
         raise NotImplementedError(f"{layer} asks for an attention bias, which WallFacer lacks")
     if kwargs.get("cu_seq_lens_q") is not None:
         raise ValueError(
-            "cu_seq_lens_q are of no use here: pass cu_seqlens, global and as host integers"
+            "cu_seq_lens_q are not used here: pass cu_seqlens, global and as host integers"
         )
     if getattr(config, "output_attentions", False):
         raise NotImplementedError(f"{layer} asks for {UNSUPPORTED['output_attentions']}")

@@ -66,8 +66,8 @@ def forward_kwargs(
         kwargs |= {ROUTER_MASK: local_batch.get("attention_mask")}
     if (mask_kwargs := mask_arguments(kwargs)) and not _documents_reach_attention(model):
         raise ValueError(
-            f"{type(model).__name__} of transformers {transformers.__version__} does not hand "
-            f"{next(iter(mask_kwargs))} down to attention; call wf_transformers.apply(model, sp) "
+            f"{type(model).__name__} of transformers {transformers.__version__} does not pass "
+            f"{next(iter(mask_kwargs))} to attention; call wf_transformers.apply(model, sp) "
             "once"
         )
     if num_valid is not None:

@@ -123,8 +123,8 @@ class Handle:
         if count and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{count} labels of this batch stand where attention_mask is 0: they count for "
-                f"nothing here, and elsewhere for the loss. Set them to {IGNORE_INDEX} to say so",
+                f"{count} labels of this batch are where attention_mask is 0: they are ignored "
+                f"here, and count without WallFacer. Set them to {IGNORE_INDEX} to ignore them",
                 stacklevel=3,
             )
         batch = dict(batch)

@@ -35,7 +35,7 @@ def model_shape(name: str, sizes: bool = False) -> dict[str, Any]:
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         raise ValueError(
-            f"--model {name}: its {type(config).__name__} tells no num_attention_heads; say "
+            f"--model {name}: its {type(config).__name__} has no num_attention_heads; give "
             "--heads, --kv-heads and --head-dim instead"
         )
     try:
@@ -49,7 +49,7 @@ def model_shape(name: str, sizes: bool = False) -> dict[str, Any]:
             shape["value_dim"] = config.v_head_dim
     except Exception as error:  # transformers 5 has a class for layers that differ (Gemma 4)
         raise ValueError(
-            f"--model {name}: {str(error).partition('. ')[0]}; say --heads, --kv-heads and "
+            f"--model {name}: {str(error).partition('. ')[0]}; give --heads, --kv-heads and "
             "--head-dim of one kind of layer instead"
         ) from error
     return shape | _sizes(name, config) if sizes else shape

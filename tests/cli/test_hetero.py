@@ -195,7 +195,7 @@ def test_one_token_is_counted_in_the_singular(wallfacer, folder: Path) -> None:
     [
         (("--seed", str(2**64)), f"--seed must be from -{2**63} to {2**64 - 1}, got {2**64}"),
         (("--seed", str(-(2**63) - 1)), f"--seed must be from .*, got -{2**63 + 1}"),
-        (("--seed", "7"), "--seed 7 is of a draw: give --sample too, or leave it out"),
+        (("--seed", "7"), "--seed 7 has an effect only with --sample"),
         (("--max-new-tokens", "0"), "--max-new-tokens must be a positive integer, got 0"),
         (("--max-new-tokens", str(2**41)), f"--max-new-tokens must be at most {2**40}, got"),
         (("--max-memory", "lots"), "--max-memory must be .* got 'lots'"),
@@ -221,8 +221,8 @@ def test_every_seed_of_torch_is_accepted(wallfacer, folder: Path, seed: int) -> 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ('{"hidden_size": 32}', 'config.json must tell what it is of, as "model_type": "llama"'),
-        ("[1]", 'config.json must tell what it is of, as "model_type": "llama"'),
+        ('{"hidden_size": 32}', 'config.json must name the model, as "model_type": "llama"'),
+        ("[1]", 'config.json must name the model, as "model_type": "llama"'),
         ('{"model_type"', "config.json is no JSON (Expecting ':' delimiter"),
         ("", "config.json is no JSON (Expecting value"),
     ],

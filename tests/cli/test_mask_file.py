@@ -51,8 +51,8 @@ def test_explain_shows_the_mask(wallfacer, tmp_path) -> None:
         (sliced((5, 5, 0, 9, "full")), [], "mask.json: q_ranges[0] must be 0 <= start < stop"),
         (sliced((0, 9, 0, 9, "full"), (0, 2, 0, 2, "full")), [], "must not overlap: slice 0"),
         (sliced((0, 9000, 0, 9, "full")), [], "ends beyond the sequence of 8192 tokens"),
-        (FRAMES, ["--window", "9"], "--mask says all of the mask: leave --window 9 out"),
-        (FRAMES, ["--full"], "--mask says all of the mask: leave --full out"),
+        (FRAMES, ["--window", "9"], "--mask already gives the whole mask: leave --window 9 out"),
+        (FRAMES, ["--full"], "--mask already gives the whole mask: leave --full out"),
     ),
 )
 @pytest.mark.parametrize("command", (("plan",), ("explain", "ring")))

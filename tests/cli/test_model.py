@@ -75,13 +75,13 @@ def test_models_that_cannot_be_read_are_refused(wallfacer, tmp_path: Path) -> No
     assert code == 2 and f"--model {tmp_path}/nowhere: " in err
     transformers.MambaConfig().save_pretrained(tmp_path)
     code, _, err = wallfacer("plan", "--model", str(tmp_path))
-    assert code == 2 and "MambaConfig tells no num_attention_heads; say --heads" in err
+    assert code == 2 and "MambaConfig has no num_attention_heads; give --heads" in err
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("[]", 'config.json must tell what it is of, as "model_type": "llama"'),
+        ("[]", 'config.json must name the model, as "model_type": "llama"'),
         ("[" * 100_000, "config.json is no JSON (maximum recursion depth"),
         ('{"model_type": "llama", "hidden_size": 64, "num_attention_heads": []}', "TypeError: "),
     ],

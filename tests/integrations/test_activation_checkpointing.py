@@ -159,7 +159,7 @@ def test_the_key_is_split_from_those_of_sequence_parallelism() -> None:
     ("value", "message"),
     [
         (True, '"activation_checkpointing" must be a block such as .*, got True'),
-        ({"ofload": True}, '"activation_checkpointing.ofload" is no known key; did you mean'),
+        ({"ofload": True}, '"activation_checkpointing.ofload" is an unknown key; did you mean'),
         ({"offload": "cpu"}, '"activation_checkpointing.offload" must be true or false, got'),
         ({"offload": 1}, "must be true or false, got 1"),
     ],

@@ -50,7 +50,7 @@ def test_budget_of_a_share_and_defaults(
     ("autochunk", "message"),
     [
         (True, '"autochunk" must be a block such as .*, got True'),
-        ({"max_memori": "8GB"}, '"autochunk.max_memori" is no known key; did you mean .max_mem'),
+        ({"max_memori": "8GB"}, '"autochunk.max_memori" is an unknown key; did you mean .max_mem'),
         ({"max_memory": "8 apples"}, '"autochunk.max_memory" must be a number of bytes or a size'),
         ({"max_memory": 1.5}, '"autochunk.max_memory" as a float is a share .* between 0 and 1'),
         ({"max_memory": True}, '"autochunk.max_memory" must be a number of bytes'),

@@ -102,8 +102,8 @@ def test_zero_in_float32_is_refused_with_the_plugin_that_has_it() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"wallfacr": {}}', '"wallfacr" is no known key; did you mean .wallfacer.'),
-        ('{"zero_optimization": {}}', '"zero_optimization" is no known key.*"colossalai"'),
+        ('{"wallfacr": {}}', '"wallfacr" is an unknown key; did you mean .wallfacer.'),
+        ('{"zero_optimization": {}}', '"zero_optimization" is an unknown key.*"colossalai"'),
         ('{"wallfacer": 4}', '"wallfacer" must be a block .*got 4'),
         ("{", "no JSON"),
         (

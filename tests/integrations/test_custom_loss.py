@@ -182,7 +182,7 @@ def test_a_custom_loss_of_a_padded_batch_gives_a_warning(caplog: pytest.LogCaptu
     mask[1, 20:] = 0
     padded = LABELLED | {"labels": LABELS.masked_fill(mask == 0, -100), "attention_mask": mask}
     train_on_ranks(with_loss_function(z_loss), 2, verify=False, **padded)
-    assert caplog.text.count("logits at padding are not those of one device") == 2
+    assert caplog.text.count("logits at padding differ from those of one device") == 2
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_logits_of_the_usual_loss_are_not_gathered(change: Change) -> None:
 @pytest.mark.parametrize(
     ("model_class", "message"),
     [
-        (LossWithoutHead, "LossWithoutHead makes a loss of its own, and its output embeddings"),
+        (LossWithoutHead, "LossWithoutHead computes a loss of its own, and its output embeddings"),
         (LossOfHiddenStates, "output_hidden_states=True"),
     ],
 )

@@ -52,7 +52,7 @@ def test_without_an_enabled_block_all_arguments_reach_deepspeed(block: dict[str,
 
 @pytest.mark.parametrize("name", ["wallfacers", "WallFacer", "wall_facer"])
 def test_a_misspelt_block_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f'"{name}" is no known key; did you mean "wallfacer"'):
+    with pytest.raises(ValueError, match=f'"{name}" is an unknown key; did you mean "wallfacer"'):
         initialize_with(arguments_of_initialize, (), {"config": {name: {}}})
 
 

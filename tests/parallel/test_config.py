@@ -167,7 +167,10 @@ def test_to_dict_leaves_out_the_default_placement():
         ({"timeout": float("nan")}, "timeout must be a positive number of seconds .*, got nan"),
         ({"timeout": 10**400}, "timeout must be a positive number of seconds below 1e.09, got 10"),
         ({"kept_layers": 0}, "kept_layers must be a positive integer, got 0"),
-        ({"kept_layers": 2}, "kept_layers 2 is what keep_gathered .* leave kept_layers out"),
+        (
+            {"kept_layers": 2},
+            "kept_layers 2 has an effect only with keep_gathered .* leave kept_layers out",
+        ),
         ({"keep_gathered": "yes"}, "keep_gathered must be true, false or \"auto\", got 'yes'"),
         (
             {"keep_gathered": True, "backward_route": {"name": "ring"}},
@@ -186,7 +189,10 @@ def test_to_dict_leaves_out_the_default_placement():
             "topology must be one of .*or a .json or .toml file.*did you mean 'measure'",
         ),
         ({"topology": 8}, "topology must be one of .*got 8"),
-        ({"topology": "measure"}, "topology 'measure' is what \"auto\" goes by, but nothing is"),
+        (
+            {"topology": "measure"},
+            "topology 'measure' has an effect only if another key is \"auto\"",
+        ),
         ({"ulysses_degree": 2, "ulysses_stride": 3}, "ulysses_stride must divide .* = 4, got 3"),
         (
             {"route": "auto", "ulysses_degree": "auto", "ulysses_stride": 8},
@@ -229,14 +235,14 @@ def test_to_dict_leaves_out_the_default_placement():
         ({"backward_moves": "values"}, "backward_moves must be one of"),
         (
             {"route": {"name": "all_gather", "host_size": 4}, "backward_moves": "keys"},
-            "host_size 4 of route 'all_gather' does nothing in the backward.*say 'queries'",
+            "host_size 4 of route 'all_gather' has no effect in the backward.*use 'queries'",
         ),
         (
             {
                 "route": {"name": "mesh", "rows": 4, "cols": 2, "host_size": 4},
                 "backward_moves": "queries",
             },
-            "host_size 4 of route 'mesh' does nothing in the backward.*say 'keys'",
+            "host_size 4 of route 'mesh' has no effect in the backward.*use 'keys'",
         ),
         (
             {"route": {"name": "all_gather", "host_size": 16}, "ulysses_degree": 2},

@@ -114,7 +114,7 @@ def test_host_size_is_read_and_written() -> None:
 
 @pytest.mark.parametrize("route", ({"name": "ring"}, {"name": "double_ring", "inner": 2}))
 def test_host_size_is_refused_on_routes_that_gather_nothing(route: dict) -> None:
-    with pytest.raises(ValueError, match="host_size 4 is for routes that bring rows.*leave"):
+    with pytest.raises(ValueError, match="host_size 4 is for routes that gather rows.*leave"):
         read_placed({**route, "host_size": 4}, 8)
 
 

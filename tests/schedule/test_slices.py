@@ -77,7 +77,7 @@ def test_slices_that_let_nothing_through_are_left_out():
         (sliced((0, 3, 0, 5, "casual")), r"attn_mask_types.*got 'casual'; did you mean 'causal'\?"),
         (sliced((0, 3, 0, 5, [])), r"attn_mask_types must be of .*got \[\]"),
         (sliced((0, 3.5, 0, 5, "full")), r"q_ranges\[0\] must be \(start, stop\)"),
-        (sliced() | {"q_ranges": [(0, 1)]}, r"one entry a slice, got \(1, 0, 0\)"),
+        (sliced() | {"q_ranges": [(0, 1)]}, r"one entry per slice, got \(1, 0, 0\)"),
         (sliced(), "no query sees a key"),
         (
             sliced((0, 3, 0, 5, "full")) | {"q_ranges": torch.tensor([[0, 3]])},

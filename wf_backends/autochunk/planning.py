@@ -146,7 +146,7 @@ def use_plan(model: nn.Module, args: tuple, kwargs: dict[str, Any], plan: ChunkP
     if plan.fingerprint != captured.fingerprint:
         raise ValueError(
             f"plan was made for another model or other input shapes: its graph is "
-            f"{plan.fingerprint}, this one {captured.fingerprint}; leave plan out to search anew"
+            f"{plan.fingerprint}, this one {captured.fingerprint}; leave plan out to search again"
         )
     steps = read_steps(captured.graph, Effects())
     if plan.copied:

@@ -46,7 +46,7 @@ def generate(
     if not MIN_SEED <= seed <= MAX_SEED:
         raise ValueError(f"--seed must be from {MIN_SEED} to {MAX_SEED}, got {seed}")
     if seed and not sample:
-        raise ValueError(f"--seed {seed} is of a draw: give --sample too, or leave it out")
+        raise ValueError(f"--seed {seed} has an effect only with --sample: give both, or none")
     memory: dict[int | str, int | str] = {0: parse_bytes("--max-memory", max_memory)}
     if cpu_memory:
         memory["cpu"] = parse_bytes("--cpu-memory", cpu_memory)

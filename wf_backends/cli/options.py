@@ -104,7 +104,7 @@ class Model:
         others += [f"--documents {self.documents}"] if self.documents else []
         others += [] if self.causal else ["--full"]
         if others:
-            raise ValueError(f"--mask says all of the mask: leave {others[0]} out")
+            raise ValueError(f"--mask already gives the whole mask: leave {others[0]} out")
         return read_mask("--mask", self.mask)
 
     def _check_layout(self) -> None:
@@ -125,7 +125,7 @@ class Model:
         if not 1 <= self.documents <= max_tokens:
             raise ValueError(
                 f"--documents must be 1 to {max_tokens}, a quarter of --seqlen, got "
-                f"{self.documents}: fewer documents are planned for as one"
+                f"{self.documents}: longer documents are planned for like one document"
             )
         return draw_documents(self.seqlen, round(log2(self.seqlen / self.documents)))
 

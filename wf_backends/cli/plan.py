@@ -80,7 +80,7 @@ def plan(
     o.check_range(0, MAX_MEMORY_GIB, memory_gib=memory_gib)
     o.check_range(1, top=6 if top is None else top, data_parallel_size=data_parallel_size)
     if show_all and top is not None:
-        raise ValueError(f"--all lists every plan, and --top {top} some: give one of them")
+        raise ValueError(f"--all contradicts --top {top}: leave one of them out")
     cluster, added = load_extended(topology, ranks)
     asked = Request(
         cluster,
@@ -93,8 +93,8 @@ def plan(
     trained = (model.name, data_parallel_size) if model.name and memory_gib else None
     if data_parallel_size > 1 and trained is None:
         raise ValueError(
-            f"--data-parallel-size {data_parallel_size} counts in the budget of a model: give "
-            "--model and --memory-gib too"
+            f"--data-parallel-size {data_parallel_size} has an effect only with --model and "
+            "--memory-gib: give both, or leave it out"
         )
     answer(asked, added, None if show_all else top or 6, as_json, trained)
 
@@ -151,8 +151,9 @@ def priced(asked: Request) -> Request:
     documents, typical = (request.workload.mask.cu_seqlens for request in (asked, similar))
     if documents and not typical and size > SPARSE_EXACT_UP_TO:
         raise NotImplementedError(
-            f"on {size} ranks documents are predicted if a few ranks hold several of them, at most "
-            f"{SPARSE_EXACT_UP_TO} ranks eight: give shorter --documents, fewer --ranks or none"
+            f"documents as long as these cannot be planned for on {size} ranks, only if "
+            f"{SPARSE_EXACT_UP_TO} ranks hold at least eight: give shorter --documents, fewer "
+            "--ranks, or leave --documents out"
         )
     return with_message_counts(similar)
 

@@ -23,7 +23,7 @@ def call_reader(group: str, command: str, *args: Any, **kwargs: Any) -> Any:
                 return reader.load()(*args, **kwargs)
         except ModuleNotFoundError as error:
             reason = f"{error}: pip install '.[transformers]'"
-    raise ValueError(f"{command} needs what reads models; {reason}")
+    raise ValueError(f"{command} needs the packages that read models; {reason}")
 
 
 def check_folder(model: Path) -> Path:
@@ -39,7 +39,7 @@ def check_folder(model: Path) -> Path:
         raise ValueError(f"--model {model}: config.json is no JSON ({error})") from error
     if not isinstance(content, dict) or "model_type" not in content:
         raise ValueError(
-            f'--model {model}: config.json must tell what it is of, as "model_type": "llama"'
+            f'--model {model}: config.json must name the model, as "model_type": "llama"'
         )
     return model
 

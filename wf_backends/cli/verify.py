@@ -22,7 +22,7 @@ def verify(
     model: ModelFolder,
     sequence_parallel_size: Annotated[int, Option(help="Ranks, as threads of one process.")],
     route: Annotated[str, Option(help="ring or all_gather.")] = "ring",
-    ulysses_degree: Annotated[int, Option(help="Ranks that trade heads for tokens.")] = 1,
+    ulysses_degree: Annotated[int, Option(help="Ranks that exchange heads for tokens.")] = 1,
     layout: Annotated[str, Option(help="zigzag or contiguous.")] = "zigzag",
 ) -> None:
     """Compare a model on several ranks, which are threads, with the same model on one.

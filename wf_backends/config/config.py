@@ -28,8 +28,8 @@ from wf_backends.schedule import LAYOUTS, divisors, read_placed
 
 ULYSSES_DETAILS: Mapping[str, str] = MappingProxyType(
     {
-        "ulysses_stride": "how far apart ranks are that trade heads for tokens, and {} none do",
-        "ulysses_chunks": "in how many parts heads are traded for tokens, and {} none are",
+        "ulysses_stride": "how far apart ranks are that exchange heads for tokens, and {} none do",
+        "ulysses_chunks": "in how many parts heads are exchanged for tokens, and {} none are",
     }
 )
 OMITTED_KEYS = ("keep_gathered", "kept_layers", "partials", "strategy", "topology", "timeout")
@@ -61,14 +61,15 @@ class SequenceParallelConfig:
     "keys" where the backward's route is named ("queries" on an "all_gather" with "host_size", whose
     keys stay), else "auto"."""
     ulysses_degree: int | str | None = None
-    """How many ranks trade heads for tokens (DeepSpeed-Ulysses). It divides sequence_parallel_size.
-    Or "auto": chosen for each call by its heads. None = 1 where a route is named, else "auto"."""
+    """How many ranks exchange heads for tokens (DeepSpeed-Ulysses). It divides
+    sequence_parallel_size. Or "auto": chosen for each call by its heads. None = 1 where a route is
+    named, else "auto"."""
     ulysses_stride: int | str | None = None
-    """How far apart the ranks that trade heads are: 1 = consecutive ranks ("head-first" in
+    """How far apart the ranks that exchange heads are: 1 = consecutive ranks ("head-first" in
     LoongTrain), up to sequence_parallel_size / ulysses_degree ("context-first"), which it divides.
     Or "auto". None = 1 where ulysses_degree is a number, else "auto"."""
     ulysses_chunks: int | str | None = None
-    """In how many parts a rank's heads are traded for tokens: while a part is computed, the next
+    """In how many parts a rank's heads are exchanged for tokens: while a part is computed, the next
     part arrives and the results of the previous part are sent. It divides the query and the key
     heads that a rank has after the exchange. Or "auto". None = like ulysses_stride."""
     layout: str = "zigzag"
@@ -206,8 +207,8 @@ class SequenceParallelConfig:
         positive("kept_layers", self.kept_layers)
         if self.kept_layers > 1 and self.keep_gathered != AUTO:
             raise ValueError(
-                f'kept_layers {self.kept_layers} is what keep_gathered "{AUTO}" goes by, got '
-                f"keep_gathered {self.keep_gathered!r}: leave kept_layers out"
+                f"kept_layers {self.kept_layers} has an effect only with keep_gathered "
+                f'"{AUTO}", got keep_gathered {self.keep_gathered!r}: leave kept_layers out'
             )
 
     def _fill_in(self) -> None:
@@ -254,7 +255,7 @@ class SequenceParallelConfig:
         )
 
     def _check_host_size(self) -> None:
-        """Refuse a "host_size" that does nothing in the backward."""
+        """Refuse a "host_size" that has no effect in the backward."""
         route, moves = self._route_of_backward, cast(str, self.backward_moves)
         if AUTO not in (route, moves) and not self.keep_gathered:
             size = self.sequence_parallel_size // self.degrees[0]
@@ -264,6 +265,6 @@ class SequenceParallelConfig:
         check_source(self.topology)
         if not self.leaves_open:
             raise ValueError(
-                f'topology {self.topology!r} is what "{AUTO}" goes by, but nothing is "{AUTO}": '
-                "leave it out"
+                f"topology {self.topology!r} has an effect only if another key is "
+                f'"{AUTO}", and none is: leave it out'
             )

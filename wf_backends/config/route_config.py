@@ -100,7 +100,7 @@ def default_moves(route: Route) -> str:
 
 
 def check_host_size(placed: Placed, size: int, moves: str, option: str = "backward_moves") -> None:
-    """Refuse a "host_size" that does nothing in the backward: the side that stays is not gathered.
+    """Refuse a "host_size" that has no effect in the backward: the side that stays is not gathered.
 
     Args:
         placed: for `size` ranks. moves: which side walks. option: the key or option that says so.
@@ -115,8 +115,8 @@ def check_host_size(placed: Placed, size: int, moves: str, option: str = "backwa
         gathers_stay, other = gathers_keys, "keys"
     if placed.host_size > 1 and not gathers_stay:
         raise ValueError(
-            f"host_size {placed.host_size} of route {placed.route['name']!r} does nothing in the "
-            f"backward with {option} {moves!r}: say {other!r}"
+            f"host_size {placed.host_size} of route {placed.route['name']!r} has no effect in the "
+            f"backward with {option} {moves!r}: use {other!r}"
         )
 
 

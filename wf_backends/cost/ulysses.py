@@ -1,7 +1,7 @@
-"""What trading heads for tokens (the Ulysses exchanges) costs, all heads at once or in chunks.
+"""What exchanging heads for tokens (the Ulysses exchanges) costs, all heads at once or in chunks.
 
-Where heads are traded in chunks (runtime/ulysses_pipeline.py), one chunk travels while another is
-computed: only the first chunk's exchange of q, k and v and the last chunk's of out are exposed.
+Where heads are exchanged in chunks (runtime/ulysses_pipeline.py), one chunk travels while another
+is computed: only the first chunk's exchange of q, k and v and the last chunk's of out are exposed.
 """
 
 from __future__ import annotations

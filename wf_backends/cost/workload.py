@@ -46,7 +46,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """A workload on a cluster whose ranks trade heads for tokens in groups of `degree` ranks.
+    """A workload on a cluster whose ranks exchange heads for tokens in groups of `degree` ranks.
 
     The ranks of a group are `stride` ranks apart. A rank's heads are computed in `chunks` parts,
     one after another.

@@ -139,7 +139,7 @@ def _check_positions(positions: Tensor, valid: Tensor | None) -> None:
     if bool(restarts.any()):
         first, seqlen = 1 + int(restarts.int().argmax()), positions.shape[1]
         raise ValueError(
-            f'position_ids begin anew at token {first}, without "cu_seqlens": give those of the '
+            f'position_ids restart at token {first}, without "cu_seqlens": give those of the '
             f"packed documents, such as [0, {first}, {seqlen}], or [0, {seqlen}] for one document"
         )
 
@@ -188,7 +188,7 @@ def _padded_mask_arguments(
     if len(lengths) > 1 and mask.cu_seqlens is not None:
         raise ValueError(
             f"attention_mask gives samples of lengths {sorted(lengths)}, but cu_seqlens "
-            f"{mask.cu_seqlens} hold for all of them; make the padding documents of their own"
+            f"{mask.cu_seqlens} hold for all of them: make the padding one more document"
         )
     if len(lengths) > 1:
         return {}

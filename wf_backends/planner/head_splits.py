@@ -1,4 +1,4 @@
-"""Head splits: which ranks may trade heads for tokens, and in how many chunks."""
+"""Head splits: which ranks may exchange heads for tokens, and in how many chunks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def legal_strides(request: Request, degree: int) -> list[int]:
 
 
 def legal_chunks(request: Request, degree: int) -> list[int]:
-    """In how many chunks a rank's heads may be traded, ascending.
+    """In how many chunks a rank's heads may be exchanged, ascending.
 
     Each chunk has whole groups of query heads. Only one under windows, documents or slices.
     """

@@ -30,7 +30,7 @@ class Request:
     strides: tuple[int, ...] | None = None
     """How far apart the ranks of a Ulysses group may be; None = 1, one host, or all ranks."""
     chunks: tuple[int, ...] | None = None
-    """In how many chunks a rank's heads may be traded; None = all numbers that the heads allow."""
+    """In how many chunks a rank's heads may be exchanged; None = all that the heads allow."""
     forward: tuple[Placed, ...] | None = None
     """The forward routes to look at; None = all. They fit every degree that is looked at."""
     backward: tuple[Placed, ...] | None = None
@@ -86,9 +86,9 @@ class Choice:
     moves: str = "keys"
     keep: bool = False
     stride: int = 1
-    """How far apart the ranks are that trade heads for tokens."""
+    """How far apart the ranks are that exchange heads for tokens."""
     chunks: int = 1
-    """In how many chunks a rank's heads are traded, one while another is computed."""
+    """In how many chunks a rank's heads are exchanged, one while another is computed."""
 
     @property
     def split(self) -> str:
@@ -142,7 +142,7 @@ class Plan:
     backward: Cost
     """Each the cost of all chunks of heads."""
     around: Cost
-    """The check that ranks agree, and trading heads for tokens in both passes."""
+    """The check that ranks agree, and exchanging heads for tokens in both passes."""
     layers: int = 1
     """How many layers keep what the forward gathers, if the backward uses it."""
 

@@ -127,8 +127,8 @@ def _refuse_beside_slices(
     }
     if names := [name for name, given in is_given.items() if given]:
         raise ValueError(
-            f"q_ranges, k_ranges and attn_mask_types say all of the mask: leave {names} out, and "
-            'give a slice the type "causal" where it is'
+            f"q_ranges, k_ranges and attn_mask_types give the whole mask: leave {names} out; a "
+            'causal slice has the type "causal"'
         )
 
 

@@ -156,8 +156,8 @@ def _read_host_size(route: Mapping[str, Any], gathers: bool, max_size: int | Non
         )
     if size > 1 and not gathers:
         raise ValueError(
-            f"{HOST_SIZE} {size} is for routes that bring rows of several ranks together; on route "
-            f"{route['name']!r} a row is handed from rank to rank: leave {HOST_SIZE} out"
+            f"{HOST_SIZE} {size} is for routes that gather rows of several ranks; route "
+            f"{route['name']!r} forwards rows from rank to rank: leave {HOST_SIZE} out"
         )
     if max_size is not None and size > max_size:
         raise ValueError(

@@ -85,7 +85,7 @@ def make_slices(q_ranges: Any, k_ranges: Any, attn_mask_types: Any) -> tuple[Sli
     counts = len(queries), len(keys), len(types)
     if len({*counts}) > 1:
         raise ValueError(
-            f"q_ranges, k_ranges and attn_mask_types must have one entry a slice, got {counts}"
+            f"q_ranges, k_ranges and attn_mask_types must have one entry per slice, got {counts}"
         )
     if not queries:
         raise ValueError("q_ranges, k_ranges and attn_mask_types are empty: no query sees a key")

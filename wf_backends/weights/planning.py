@@ -34,8 +34,8 @@ def make_plan(request: Request) -> Plan:
         plan = min((split_plan(request, alpha) for alpha in alphas), key=decode_seconds)
     if plan.host_bytes > request.host_bytes:
         raise ValueError(
-            f'max_memory["cpu"] must be at least {plan.host_bytes} bytes, which the weights that '
-            f"are split and pinned memory take; got {request.host_bytes}"
+            f'max_memory["cpu"] must be at least {plan.host_bytes} bytes, for the split weights '
+            f"and pinned memory; got {request.host_bytes}"
         )
     return replace(
         plan,
@@ -50,8 +50,8 @@ def _check_accelerator_bytes(request: Request) -> None:
     need = request.other_bytes + request.slabs * _largest_row_bytes(request)
     if need > request.accelerator_bytes:
         raise ValueError(
-            f"max_memory[0] must be at least {need} bytes, which what is not split "
-            f"({request.other_bytes} bytes) and {request.slabs} slabs of one row take; "
+            f"max_memory[0] must be at least {need} bytes, for tensors that are not split "
+            f"({request.other_bytes} bytes) and {request.slabs} slabs of one row; "
             f"got {request.accelerator_bytes}"
         )
 

@@ -78,9 +78,9 @@ def output_embeddings(model: nn.Module) -> list[nn.Module]:
 def no_head_error(model: nn.Module) -> str:
     """The error for a model with a custom loss whose output embeddings were not called."""
     return (
-        f"{type(model).__name__} makes a loss of its own, and its output embeddings "
-        "(get_output_embeddings()) were not called: it would be of this rank's tokens only. Make "
-        "the loss from the logits that they return, or from logits of a call without labels"
+        f"{type(model).__name__} computes a loss of its own, and its output embeddings "
+        "(get_output_embeddings()) were not called: it would be of this rank's tokens only. "
+        "Compute the loss from the logits that they return, or from logits of a call without labels"
     )
 
 
@@ -94,9 +94,9 @@ def refuse_custom_loss(model: nn.Module) -> None:
         reason = custom_loss_reason_of(inner)
         if reason is not None:
             raise NotImplementedError(
-                f"{reason}: of this rank's labels it may be another loss. Leave num_valid= out and "
-                "make it from the logits: of all tokens, sp.unshard(logits), or sum what each "
-                "valid token adds and divide by the number of all ranks' (see sp.loss)"
+                f"{reason}: for this rank's labels alone it may differ. Leave num_valid= out and "
+                "compute it from the logits of all tokens, sp.unshard(logits), or sum over this "
+                "rank's valid tokens and divide by the number of all ranks' (see sp.loss)"
             )
 
 

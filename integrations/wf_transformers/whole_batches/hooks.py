@@ -167,8 +167,8 @@ class WholeBatchHooks:
         if not self._warned and isinstance(mask, Tensor) and not bool(mask.all()):
             self._warned = True
             LOG.warning(
-                "this model makes a loss of its own, and logits at padding are not those of one "
-                "device: leave them out of it, as cross entropy does by labels of -100"
+                "this model computes a loss of its own, and logits at padding differ from those of "
+                "one device: ignore them in the loss, as cross entropy does by labels of -100"
             )
 
     def _has_custom_loss(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
