@@ -102,13 +102,15 @@ def prepare(setup: Setup, inputs: Inputs, packages: list[str]) -> tuple[list[Row
     refused: list[str] = []
     for package in packages:
         try:
-            for name, make in peer_trial.on_all_ranks(partial(schemes_of, package, setup)).items():
-                try:
-                    rows.append(first_run(f"{package}: {name}", make, inputs))
-                except RefusedError as error:
-                    refused.append(f"- {package}, {name}: {error}")
+            schemes = peer_trial.on_all_ranks(partial(schemes_of, package, setup))
         except RefusedError as error:
             refused.append(f"- {package}: {error}")
+            continue
+        for name, make in schemes.items():
+            try:
+                rows.append(first_run(f"{package}: {name}", make, inputs))
+            except RefusedError as error:
+                refused.append(f"- {package}, {name}: {error}")
     return rows, ["", "Did not run:", "", *refused] if refused else []
 
 
