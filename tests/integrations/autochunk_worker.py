@@ -24,7 +24,7 @@ from deepspeed.utils import safe_get_full_grad, set_z3_leaf_module
 
 import wf_deepspeed
 import wf_transformers
-from tests.integrations.deepspeed_jobs import text, tiny_llama
+from tests.integrations.deepspeed_jobs import tiny_llama, token_batches
 from tests.tiling.helpers import Collectives, error_message, tiled_modules
 from wf_backends.tiling import Tiles, tile_modules
 
@@ -110,7 +110,7 @@ def step_with_block(sequence_parallel_size: int, tiled: bool) -> Result:
 
 def optimizer_step(engine: Any, first_batch: int, loss_of: Callable[[Any], torch.Tensor]) -> Result:
     """The backwards of a step's batches; gradients are read before the last `engine.step()`."""
-    batches = text(first_batch)
+    batches = token_batches(first_batch)
     with Collectives() as collectives:
         for micro_batch in range(MICRO_BATCHES):
             engine.backward(loss_of(next(batches)))
@@ -125,7 +125,7 @@ def error_of_zero_3_without_leaf_modules() -> str:
     model = tiny_llama(1)
     tile_modules(model, [Tiles("model.layers.0.mlp", 1, 3)])
     engine, *_ = deepspeed.initialize(model=model, config=deepspeed_config(3))
-    return error_message(lambda: engine(next(text(0))["input_ids"]))
+    return error_message(lambda: engine(next(token_batches(0))["input_ids"]))
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def tiny_llama(layers: int = 2, **more: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, initializer_range=0.2, **keys))
 
 
-def text(first: int) -> Iterator[Batch]:
+def token_batches(first: int) -> Iterator[Batch]:
     """Yield batches of one sequence, from sequence number `first` on, without end.
 
     Of four sequences one holds 3 documents and one 11. The number of valid labels differs from one

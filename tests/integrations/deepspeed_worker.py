@@ -27,7 +27,7 @@ from transformers.integrations import HfDeepSpeedConfig
 import wf_deepspeed
 import wf_transformers
 from tests.helpers import destroy_groups
-from tests.integrations.deepspeed_jobs import dense_loss_sum, text, tiny_llama
+from tests.integrations.deepspeed_jobs import dense_loss_sum, tiny_llama, token_batches
 from wf_transformers.checkpoints import inputs_on_host
 
 
@@ -111,11 +111,11 @@ def deepspeed_checkpoint(layer: Any, *args: Any) -> tuple[Any]:
 def train_step(engine: Any, case: dict[str, Any], first: int) -> tuple[float, float]:
     """Take one optimizer step over the sequences from number `first` on; return loss and norm."""
     if not hasattr(engine, "wallfacer"):
-        batches = list(islice(text(first), case["sequences"]))
+        batches = list(islice(token_batches(first), case["sequences"]))
         return reference_step(engine, batches, case.get("average", "sequence"))
     wallfacer = engine.wallfacer
     group, num_groups = wallfacer.data_parallel_rank, wallfacer.data_parallel_size
-    batches = islice(text(first), group, case["sequences"], num_groups)
+    batches = islice(token_batches(first), group, case["sequences"], num_groups)
     shards = [wallfacer.shard_batch(batch) for batch in batches]
     by_token = wallfacer.block.loss_average == "token"
     valid = wallfacer.count_valid(shards) if by_token and len(shards) > 1 else None

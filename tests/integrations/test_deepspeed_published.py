@@ -25,8 +25,8 @@ from tests.integrations.deepspeed_jobs import (  # noqa: E402
     environment,
     python,
     run_cases,
-    text,
     tiny_llama,
+    token_batches,
 )
 from tests.long import selected_cases  # noqa: E402
 
@@ -62,7 +62,7 @@ def first_loss(config: dict[str, Any]) -> float:
     """Return the reference of the first loss: one rank, dense attention, none of our code."""
     model = tiny_llama()
     with torch.no_grad():
-        sums = [dense_loss_sum(model, b) for b in islice(text(0), num_sequences(config))]
+        sums = [dense_loss_sum(model, b) for b in islice(token_batches(0), num_sequences(config))]
     if config["wallfacer"].get("loss_average") == "token":
         return sum(float(loss) for loss, _ in sums) / sum(count for _, count in sums)
     return sum(float(loss) / count for loss, count in sums) / len(sums)

@@ -29,8 +29,8 @@ from tests.helpers import run_processes  # noqa: E402
 from tests.integrations.deepspeed_jobs import (  # noqa: E402
     dense_loss_sum,
     python,
-    text,
     tiny_llama,
+    token_batches,
 )
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_backends.comm import Communicator  # noqa: E402
@@ -102,7 +102,7 @@ def run_setting(mesh: DeviceMesh, setting: Setting) -> LossAndGradients:
     sp, model = SequenceParallel(config, group), tiny_model(setting)
     for step in setting.order:
         apply(step, model, sp, mesh)
-    shard = sp.shard_batch(next(text(0)))
+    shard = sp.shard_batch(next(token_batches(0)))
     logits = model(**wf_transformers.forward_kwargs(model, shard)).logits
     loss = sp.loss(logits, shard["labels"])
     (loss * sp.size).backward()
@@ -130,7 +130,7 @@ def test_loss_and_gradients_are_those_of_one_device(
 ) -> None:
     """To 1e-7, for gradients of the largest of each weight: Llama's norms compute in float32."""
     reference = tiny_model(SETTINGS[name])
-    loss_sum, num_valid = dense_loss_sum(reference, next(text(0)))
+    loss_sum, num_valid = dense_loss_sum(reference, next(token_batches(0)))
     expected_loss = loss_sum / num_valid
     expected_loss.backward()
     for results in results_by_rank:
@@ -160,7 +160,7 @@ def refusals_of_tp_ranks(comm: Communicator) -> dict[str, list[str]]:
     model = tiny_llama()
     apply("sp", model, sp, mesh)
     apply("tp", model, sp, mesh)
-    kwargs = wf_transformers.forward_kwargs(model, sp.shard_batch(next(text(0))))
+    kwargs = wf_transformers.forward_kwargs(model, sp.shard_batch(next(token_batches(0))))
     messages["sp tp"] = []
     for _ in range(2):
         with pytest.raises(ValueError) as raised:

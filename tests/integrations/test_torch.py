@@ -23,8 +23,8 @@ from tests.integrations.deepspeed_jobs import (  # noqa: E402
     ROOT,
     dense_loss_sum,
     python,
-    text,
     tiny_llama,
+    token_batches,
 )
 from tests.long import selected_cases  # noqa: E402
 from wf_backends.comm import Communicator  # noqa: E402
@@ -94,7 +94,7 @@ def sequences_per_step(settings: dict[str, Any]) -> int:
 def batches_of_rank(engine: Any, settings: dict[str, Any], step: int) -> list[Any]:
     """The sequences of this rank's sequence-parallel group in a step."""
     count = sequences_per_step(settings)
-    batches = islice(text(step * count), count)
+    batches = islice(token_batches(step * count), count)
     return list(islice(batches, engine.data_parallel_rank, None, engine.data_parallel_size))
 
 
@@ -137,7 +137,7 @@ def train_on_one_device(settings: dict[str, Any]) -> Steps:
     model = tiny_llama().to(dtype_of(settings))
     optimizer = torch.optim.AdamW(model.parameters(), **settings.get("optimizer", {}))
     clipping = settings.get("gradient_clipping", float("inf"))
-    batches, count = text(0), sequences_per_step(settings)
+    batches, count = token_batches(0), sequences_per_step(settings)
     steps: Steps = []
     for _ in range(NUM_STEPS):
         sums = [dense_loss_sum(model, batch) for batch in islice(batches, count)]
