@@ -101,10 +101,10 @@ def test_outputs_equal_the_models_and_the_peak_equals_the_plans(
         assert relative_error(chunked(**kwargs), model(**kwargs)) < 1e-12
 
 
-def test_cheapest_region_is_replaced_if_it_leaves_a_peak_that_no_region_lowers() -> None:
+def test_budgets_down_to_the_least_peak_of_an_evoformer_block_are_met() -> None:
     inputs = torch.zeros(1, 32, 64, 256), torch.zeros(1, 64, 64, 128)
     graph = capture(EvoformerBlock().eval(), inputs, {}).graph
     search = Search(read_steps(graph, Effects()), Rates(2e-6, 9e10, 2.5e10, 9e9))
-    for budget_mib in (12.0, 11.5, 11.0, 10.5):  # the least is 10.03 MiB
+    for budget_mib in (12.0, 11.5, 11.0, 10.5):  # the least peak is 10.03 MiB
         peak_mib = search.within_memory(int(budget_mib * 2**20)).peak / 2**20
         assert peak_mib <= budget_mib

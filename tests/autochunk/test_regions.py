@@ -150,6 +150,18 @@ def test_random_numbers_are_the_models() -> None:
         assert torch.equal(chunked(x), expected)
 
 
+@pytest.mark.parametrize("random", [False, True], ids=["ones", "random numbers"])
+def test_no_region_encloses_an_operator_that_draws_random_numbers(random: bool) -> None:
+    """It would run before or after the region, and might change places with another one."""
+
+    def block(x: Tensor, first: nn.Module, last: nn.Module) -> Tensor:
+        hidden = first(x)
+        noise = torch.rand_like(x) if random else torch.ones_like(x)
+        return last(hidden.relu()) + noise
+
+    assert (candidate_between(block, "linear", "linear_1") is None) == random
+
+
 def test_operator_without_a_rule_is_a_wall_and_is_named() -> None:
     def attention_of_spectra(x: Tensor) -> Tensor:
         y = torch.fft.fft(x).abs()

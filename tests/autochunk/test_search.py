@@ -36,6 +36,23 @@ def test_no_region_has_more_slices_than_the_peak_needs() -> None:
     assert choice.num_slices < candidate.max_slices
 
 
+def test_regions_are_replaced_by_a_wider_one_if_they_leave_a_peak_above_the_budget() -> None:
+    """A region of the MLP and one of the concatenation would leave a peak of 98,624 bytes; one
+    region of all operators fits 66 KiB."""
+
+    def mlp_with_skip_connections(x: torch.Tensor) -> torch.Tensor:
+        doubled = x * 2
+        y = x + x.repeat(1, 4).sigmoid().reshape(*x.shape, 4).sum(-1)
+        return torch.cat([y, x, doubled, y * 2], -1)
+
+    search, budget = search_of(mlp_with_skip_connections, torch.zeros(256, 16)), 66 * 1024
+    selection = search.within_memory(budget)
+    (choice,) = selection.choices
+    (candidate,) = choice.candidates
+    assert (candidate.lo, candidate.hi) == (0, len(search.steps.steps) - 1)
+    assert selection.peak <= budget < max(search.steps.peaks)
+
+
 @pytest.mark.parametrize(
     ("num_slices", "length"), [(1, 577), (2, 304), (14, 48), (36, 32), (64, 10), (577, 1)]
 )
