@@ -37,6 +37,7 @@ NO_OVERLAP: dict[str, Any] = {"overlap_communication": False}  # a CPU has no st
 TILED_MODULES = {"autochunk": {"max_slowdown": 1.0, "seqlen": 512}}
 FOUR_STEPS, TEN_STEPS = {"steps": 4}, {"steps": 10}
 
+# A Llama under WallFacerPlugin, in float32. dp, tp, pp, sp: degrees of parallelism.
 HYBRID: dict[str, dict[str, Any]] = {
     "sp4": {"wallfacer": SP4},
     "dp2_sp2": {"wallfacer": RING2} | TEN_STEPS,
@@ -68,6 +69,7 @@ HYBRID: dict[str, dict[str, Any]] = {
     | {"batch": "ragged"}
     | FOUR_STEPS,
 }
+# Other families; alone, and with tensor parallelism or two stages.
 FAMILIES = ("qwen2", "mistral", "gpt2", "gpt2_full", "gptj", "opt", "bert", "vit")
 MODELS: dict[str, dict[str, Any]] = (
     {
@@ -107,6 +109,7 @@ MODELS: dict[str, dict[str, Any]] = (
         | FOUR_STEPS,
     }
 )
+# Heads that read tokens of the whole sequence: classes, spans, two choices.
 CLASSES = ("llama_classes", "gpt2_classes", "opt_classes", "bert_classes")
 WHOLE_SEQUENCE_HEADS: dict[str, dict[str, Any]] = (
     {
@@ -132,6 +135,7 @@ WHOLE_SEQUENCE_HEADS: dict[str, dict[str, Any]] = (
         "ddp_double": {"wallfacer": RING4, "plugin": "ddp", "family": "gpt2_double"} | FOUR_STEPS,
     }
 )
+# ColossalAI's other plugins, in float32.
 OTHER_PLUGINS: dict[str, dict[str, Any]] = {
     "ddp": {"wallfacer": RING4, "plugin": "ddp"} | TEN_STEPS,
     "ddp_vit": {"wallfacer": RING4, "plugin": "ddp", "family": "vit"} | FOUR_STEPS,
