@@ -45,9 +45,9 @@ def crossings(problem: Problem, host_size: int) -> tuple[Counter, Counter]:
     rows, results = Counter(), Counter()
     reads = Reads(problem)
     for rank in range(problem.schedule.num_ranks):
-        own, held, host = reads.stay_layout[rank], reads.stay_rows(rank), rank // host_size
+        shard, held, host = reads.stay_layout[rank], reads.stay_rows(rank), rank // host_size
         for round_ in (round_ for step in lower(problem, rank).steps for round_ in step.rounds):
-            rows.update(sent_to_other_hosts(round_.fetch.send, own, rank, host_size))
+            rows.update(sent_to_other_hosts(round_.fetch.send, shard, rank, host_size))
             rows.update(sent_to_other_hosts(round_.pass_on.send, held, rank, host_size))
             for exchange in (round_.home, round_.pass_back):
                 sent = sent_to_other_hosts(exchange.send, held, rank, host_size)

@@ -225,7 +225,6 @@ def test_a_plan_for_4096_ranks_takes_less_than_a_second() -> None:
     assert plan == best_plan(request)
 
 
-def test_equal_requests_give_equal_plans() -> None:
+def test_equal_requests_give_equal_plans_in_equal_order() -> None:
     request = Request(cluster(2, 4), Workload(SHAPE, 240, Mask(CAUSAL)))
-    assert best_plan(request) == best_plan(request)
     assert repr(all_plans(request)) == repr(all_plans(request))

@@ -92,14 +92,14 @@ def test_documents_may_fit_the_memory_where_one_document_does_not(size: int) -> 
     topology, seqlen = H100.with_ranks(size), 8192 * size
     options = {"size": size, "route": "all_gather", "ulysses_degree": 1}
     packed = drawn_documents(seqlen, 256, seed=0)
-    one, many = (
+    for_one_document, for_documents = (
         plan_for_documents(borders, seqlen, topology, **options) for borders in (None, packed)
     )
-    assert many.cost.memory_bytes < one.cost.memory_bytes
-    between = (many.cost.memory_bytes + one.cost.memory_bytes) / 2
+    assert for_documents.cost.memory_bytes < for_one_document.cost.memory_bytes
+    between = (for_documents.cost.memory_bytes + for_one_document.cost.memory_bytes) / 2
     small = replace(topology, memory_bytes=between)
-    assert plan_for_documents(packed, seqlen, small, **options).choice == many.choice
-    for borders, limit in ((None, between), (packed, many.cost.memory_bytes / 2)):
+    assert plan_for_documents(packed, seqlen, small, **options).choice == for_documents.choice
+    for borders, limit in ((None, between), (packed, for_documents.cost.memory_bytes / 2)):
         with pytest.raises(ValueError, match="no plan fits the memory limit"):
             smaller = replace(topology, memory_bytes=limit)
             plan_for_documents(borders, seqlen, smaller, **options)
