@@ -151,19 +151,19 @@ def is_not_exported(module: str, name: str) -> bool:
 
 def violations(root: Path) -> list[str]:
     """A line `IMPORTER imports NAME` for every import that is not allowed."""
-    found = []
+    lines = []
     for module, path in modules(root).items():
         rules = [rule for rule in RULES if inside(module, rule.importers)]
         for name in imported(module, path):
             against_rule = any(inside(name, rule.forbidden) for rule in rules)
             against_purity = inside(module, PURE + PURE_MODULES) and not is_pure(name)
             if against_rule or against_purity or is_not_exported(module, name):
-                found.append(f"{module} imports {name}")
-    return found
+                lines.append(f"{module} imports {name}")
+    return lines
 
 
 def test_every_import_of_the_repository_is_allowed() -> None:
-    assert "wf_backends.schedule.mask" in modules(ROOT)  # the modules are found
+    assert "wf_backends.schedule.mask" in modules(ROOT)  # the modules are lines
     assert violations(ROOT) == []
 
 

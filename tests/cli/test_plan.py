@@ -228,10 +228,10 @@ def test_a_ulysses_degree_restricts_all_plans(wallfacer_json) -> None:
 @pytest.mark.parametrize("ranks", ["8", "32"])
 def test_plan_prices_short_documents(wallfacer_json, ranks: str) -> None:
     cluster = ["--topology", "h100-8x400g", "--ranks", ranks, "--seqlen", "65536"]
-    one = wallfacer_json("plan", *cluster)
+    one_document = wallfacer_json("plan", *cluster)
     packed = wallfacer_json("plan", *cluster, "--documents", "1024", "--layout", "document_zigzag")
     fastest = packed["plans"][0]
-    assert fastest["predicted_s"] < one["plans"][0]["predicted_s"] / 4
+    assert fastest["predicted_s"] < one_document["plans"][0]["predicted_s"] / 4
     assert "counted message by message" in packed["reason"]
     assert fastest["config"]["layout"] == "document_zigzag"
     assert not SequenceParallelConfig.from_dict(fastest["config"]).leaves_open

@@ -49,43 +49,43 @@ def test_python_blocks_parse(block: Block):
 
 @each_block("json")
 def test_json_blocks_pass_their_reader(block: Block, tmp_path: Path):
-    words = json.loads(block.text)
-    if "colossalai" in words:
-        _read_colossalai(words, tmp_path)
-    elif "parallelism" in words:
-        _read_torch(words, tmp_path)
-    elif "wallfacer" in words:
-        _read_deepspeed(words)
+    config = json.loads(block.text)
+    if "colossalai" in config:
+        _read_colossalai(config, tmp_path)
+    elif "parallelism" in config:
+        _read_torch(config, tmp_path)
+    elif "wallfacer" in config:
+        _read_deepspeed(config)
     else:
-        SequenceParallelConfig.from_dict(words)
+        SequenceParallelConfig.from_dict(config)
 
 
-def _read_colossalai(words: dict[str, Any], folder: Path) -> None:
+def _read_colossalai(config: dict[str, Any], folder: Path) -> None:
     pytest.importorskip("colossalai", reason="ColossalAI is not installed")
     from wf_colossalai.config import load as load_file
     from wf_colossalai.config import sequence_parallel_config
 
     path = folder / "config.json"
-    path.write_text(json.dumps(words))
+    path.write_text(json.dumps(config))
     SequenceParallelConfig.from_dict(sequence_parallel_config(load_file(path)))
 
 
-def _read_torch(words: dict[str, Any], folder: Path) -> None:
+def _read_torch(config: dict[str, Any], folder: Path) -> None:
     sys.path.insert(0, str(ROOT / "examples"))
     try:
         from engine_torch import _read_config
     finally:
         sys.path.pop(0)
     path = folder / "config.json"
-    path.write_text(json.dumps(words))
+    path.write_text(json.dumps(config))
     SequenceParallelConfig.from_dict(_read_config(str(path))["wallfacer"])
 
 
-def _read_deepspeed(words: dict[str, Any]) -> None:
+def _read_deepspeed(config: dict[str, Any]) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     from wf_deepspeed import read_block
 
-    assert read_block(words) is not None
+    assert read_block(config) is not None
 
 
 @each_block("toml")
