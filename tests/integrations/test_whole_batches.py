@@ -178,7 +178,7 @@ def test_labels_at_padding_are_ignored_with_one_warning(arguments: dict[str, int
         model(**labelled, attention_mask=mask, **arguments)
         return loss.item()
 
-    with pytest.warns(UserWarning, match="4 labels of this batch stand") as warnings:
+    with pytest.warns(UserWarning, match="4 labels of this batch are where") as warnings:
         losses = run_threads(2, rank)
     assert sum("labels of this batch" in str(warning.message) for warning in warnings) == 2
     assert losses == pytest.approx([expected] * 2, rel=1e-6)
