@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from tests.tiling.decoder import ROWS, WIDTH, Decoder, Mlp, build_decoder, make_batch
 from tests.tiling.helpers import tiled_modules
-from wf_backends.autochunk import ChunkPlan, autochunk
 from wf_backends.graph import StorageTracker
 from wf_backends.tiling import TrainingPlan, apply_training, plan_training
 
@@ -139,6 +138,15 @@ class TestBudget:
         plan = plan_of(model, max_memory=loss_only.peak, max_slowdown=1.0)
         assert planned_modules(plan) == ["head"]
 
+    def test_module_whose_tiles_do_not_lower_the_peak_is_not_tiled(self) -> None:
+        """A frozen MLP keeps nothing for the backward: the logits are the peak."""
+        model = build_decoder(layers=1, scale=0.5)
+        model.requires_grad_(False)
+        model.head.requires_grad_(True)
+        plan = plan_of(model, max_slowdown=1.0)
+        assert plan.tiles == () and plan.peak == plan.peak_before
+        assert "Mlp" not in dict(plan.refused)
+
     def test_memory_as_a_share_of_the_untiled_peak(self, full_plan: TrainingPlan) -> None:
         share = (full_plan.peak + 1) / full_plan.peak_before
         assert plan_of(build_decoder(), max_memory=share, max_slowdown=1.0) == full_plan
@@ -214,48 +222,6 @@ class TestJson:
         text = json.dumps(json.loads(NOTHING.to_json()) | {"peak": "3"})
         with pytest.raises(ValueError, match="plan.peak must be an integer, got '3'"):
             TrainingPlan.from_json(text)
-
-
-class TestAutochunkOfAModelInTraining:
-    """`autochunk(model)` tiles the model itself, and gives it `plan`, `explain` and `remove`."""
-
-    @pytest.fixture
-    def model(self) -> Decoder:
-        return build_decoder()
-
-    @pytest.fixture
-    def plan(self, model: Decoder) -> TrainingPlan:
-        plan = autochunk(model, kwargs=make_batch(), max_memory=0.9).plan
-        assert isinstance(plan, TrainingPlan)
-        return plan
-
-    def test_model_is_tiled_in_place(self, model: Decoder) -> None:
-        names, expected = list(model.state_dict()), model(**make_batch())["loss"]
-        chunked = autochunk(model, kwargs=make_batch(), max_memory=0.9)
-        assert chunked is model and planned_modules(chunked.plan) == ["head"]
-        assert chunked.explain() == chunked.plan.explain()
-        assert list(chunked.state_dict()) == names
-        torch.testing.assert_close(chunked(**make_batch())["loss"], expected)
-
-    def test_remove_restores_the_model(self, model: Decoder, plan: TrainingPlan) -> None:
-        model.remove()
-        assert tiled_modules(model) == [] and not hasattr(model, "plan")
-
-    def test_plan_can_be_passed_again(self, model: Decoder, plan: TrainingPlan) -> None:
-        model.remove()
-        assert autochunk(model, kwargs=make_batch(), plan=plan).plan is plan
-
-    def test_training_plan_is_refused_in_evaluation(
-        self, model: Decoder, plan: TrainingPlan
-    ) -> None:
-        model.remove()
-        with pytest.raises(ValueError, match="plan is one for training, and the model is not"):
-            autochunk(model.eval(), kwargs=make_batch(), plan=plan)
-
-    def test_inference_plan_is_refused_in_training(self, model: Decoder) -> None:
-        plan = ChunkPlan("", (), 0, 0, 0.0)
-        with pytest.raises(ValueError, match="must be a TrainingPlan for a model in training"):
-            autochunk(model.train(), kwargs=make_batch(), plan=plan)
 
 
 @pytest.mark.parametrize(
