@@ -101,10 +101,13 @@ def test_outputs_equal_the_models_and_the_peak_equals_the_plans(
         assert relative_error(chunked(**kwargs), model(**kwargs)) < 1e-12
 
 
-def test_budgets_down_to_the_least_peak_of_an_evoformer_block_are_met() -> None:
+def test_budgets_down_to_the_least_of_an_evoformer_block_are_met_at_little_cost() -> None:
     inputs = torch.zeros(1, 32, 64, 256), torch.zeros(1, 64, 64, 128)
     graph = capture(EvoformerBlock().eval(), inputs, {}).graph
-    search = Search(read_steps(graph, Effects()), Rates(2e-6, 9e10, 2.5e10, 9e9))
-    for budget_mib in (12.0, 11.5, 11.0, 10.5):  # the least peak is 10.03 MiB
-        peak_mib = search.within_memory(int(budget_mib * 2**20)).peak / 2**20
-        assert peak_mib <= budget_mib
+    search = Search(
+        read_steps(graph, Effects()), Rates(4e-6, 1.8e11, 2.3e10, 2.5e10, 1.6e9, 1.8e-5)
+    )
+    for budget_mib in (12.0, 11.5, 11.0, 10.5, 10.1):  # the least peak is 10.03 MiB
+        selection = search.within_memory(int(budget_mib * 2**20))
+        assert selection.peak / 2**20 <= budget_mib
+        assert selection.slowdown < 0.1

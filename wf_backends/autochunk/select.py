@@ -134,13 +134,12 @@ class Search:
                 break
             step = peaks.index(peak)
             choice = self._choose(step, budget, choices)
-            if (choice is None or choice.peak > budget) and step not in replaced:
+            cheaper = None if step in replaced else self._cheaper(choice, step, budget)
+            if cheaper is not None:
                 replaced.add(step)
-                wider = self._choose(step, budget, ())
-                if wider is not None and wider.peak <= budget:
-                    lo, hi = wider.candidates[0].lo, wider.candidates[0].hi
-                    choices = [other for other in choices if not other.overlaps(lo, hi)]
-                    choice = wider
+                lo, hi = cheaper.candidates[0].lo, cheaper.candidates[0].hi
+                choices = [other for other in choices if not other.overlaps(lo, hi)]
+                choice = cheaper
             if choice is None or choice.peak >= peak:
                 break
             budget = max(budget, choice.peak)
@@ -177,6 +176,16 @@ class Search:
             fitting = [(smallest, smallest.max_slices)]
         choices = (Choice((c,), count, self._added_seconds(c, count)) for c, count in fitting)
         return min(choices, key=lambda choice: choice.added_seconds, default=None)
+
+    def _cheaper(self, choice: Choice | None, step: int, budget: int) -> Choice | None:
+        """The cheapest choice around a step that fits, also if it overlaps those made before; None
+        if `choice` fits and takes no longer."""
+        cheapest = self._choose(step, budget, ())
+        if cheapest is None or cheapest.peak > budget:
+            return None
+        if choice is None or choice.peak > budget:
+            return cheapest
+        return cheapest if cheapest.added_seconds < choice.added_seconds else None
 
     def _added_seconds(self, candidate: Candidate, num_slices: int) -> float:
         """The seconds that slices add: in the operators, for writing outputs, and in the loop."""
