@@ -11,7 +11,7 @@ STEPS ?= 30
 WORKERS ?= 2
 EXTRAS := mpi,transformers,deepspeed,colossalai,trl,demo,dev,docs
 # What reads models or runs inside an engine; the rest knows no framework.
-WITH_MODELS := $(addprefix tests/,autochunk budget graph hetegen integrations slicing tiling)
+WITH_MODELS := $(addprefix tests/,autochunk budget hetegen integrations)
 # Runs as root and with more ranks than cores too.
 MPIRUN := mpirun --allow-run-as-root --map-by slot:OVERSUBSCRIBE --bind-to none
 

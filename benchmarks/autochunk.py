@@ -28,7 +28,7 @@ from torch import nn
 
 from wf_backends.autochunk import BudgetError, autochunk
 from wf_backends.autochunk.cost import measure_rates
-from wf_backends.graph import unchunked_peak
+from wf_backends.autochunk.graph import unchunked_peak
 
 HEAD = ("model", "attention", "how", "predicted MiB", "measured MiB", "saved")
 HEAD += ("predicted slowdown", "measured slowdown", "largest difference", "search s")

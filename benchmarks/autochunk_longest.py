@@ -29,7 +29,7 @@ from wf_backends.autochunk import (
     longest,
     memory_profiles,
 )
-from wf_backends.graph import unchunked_peak
+from wf_backends.autochunk.graph import unchunked_peak
 
 ANY_SLOWDOWN = float("inf")
 MAX_SLOWDOWN = 0.1

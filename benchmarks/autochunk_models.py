@@ -19,7 +19,7 @@ from transformers.models.vit import ViTConfig, ViTModel
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "autochunk"))
 from evoformer import EvoformerBlock, OuterProductMean
 
-from wf_backends.graph import StorageTracker
+from wf_backends.autochunk.graph import StorageTracker
 
 MIB = 1 << 20
 WIDE = {"width": 1024, "heads": 16}

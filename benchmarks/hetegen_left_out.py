@@ -14,9 +14,9 @@ from dataclasses import replace
 from measure import print_head, print_row
 
 from wf_backends.hetegen import Plan, Rates
-from wf_backends.weights.jobs import SimulatedDevice
-from wf_backends.weights.plan import Linear, Request, Split
-from wf_backends.weights.planning import make_plan
+from wf_backends.hetegen.weights.jobs import SimulatedDevice
+from wf_backends.hetegen.weights.plan import Linear, Request, Split
+from wf_backends.hetegen.weights.planning import make_plan
 
 BF16 = 2  # bytes
 NUM_EXPERTS = 8

@@ -19,9 +19,9 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 
 from wf_backends.hetegen import Rates  # noqa: E402
-from wf_backends.weights.jobs import simulate  # noqa: E402
-from wf_backends.weights.plan import LANE_NAMES, Linear, Request  # noqa: E402
-from wf_backends.weights.planning import make_plan  # noqa: E402
+from wf_backends.hetegen.weights.jobs import simulate  # noqa: E402
+from wf_backends.hetegen.weights.plan import LANE_NAMES, Linear, Request  # noqa: E402
+from wf_backends.hetegen.weights.planning import make_plan  # noqa: E402
 
 NUM_LINEARS = 6
 WARM_UP_PASSES, SHOWN_PASSES = 2, 2

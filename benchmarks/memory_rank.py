@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import wf_transformers
 from wf_backends import SequenceParallel, SequenceParallelConfig, launch
-from wf_backends.tiling import Tiles, tile_modules
+from wf_backends.autochunk.tiling import Tiles, tile_modules
 
 WARM_UP_TOKENS = 64
 

@@ -36,7 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import wf_transformers
 from wf_backends import SequenceParallel, SequenceParallelConfig
-from wf_backends.tiling import apply_training, plan_training
+from wf_backends.autochunk.tiling import apply_training, plan_training
 
 WARM_UP_TOKENS = 64
 MIB = 1 << 20

@@ -84,7 +84,7 @@ LONG: dict[str, str] = {
     "tests/autochunk/test_search.py": "in_another_process",
     "tests/autochunk/test_overwrite.py": "reversed_rows|float32|torch_compile",
     "tests/hetegen/test_beside_autochunk.py": "llama-tied",
-    "tests/weights/test_law.py": "no_resident_shares_of_a_grid",
+    "tests/hetegen/weights/test_law.py": "no_resident_shares_of_a_grid",
 }
 
 

@@ -1,4 +1,4 @@
-"""The option "autochunk": training under a memory budget, see `wf_backends.tiling`.
+"""The option "autochunk": training under a memory budget, see `wf_backends.autochunk.tiling`.
 
     "autochunk": {"max_memory": "8GB", "max_slowdown": 0.1, "seqlen": 65536}
 
@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from wf_backends._validation import check_block, positive
-from wf_backends.graph import checked_budget
-from wf_backends.tiling import TrainingPlan, apply_training, plan_training
+from wf_backends.autochunk.graph import checked_budget
+from wf_backends.autochunk.tiling import TrainingPlan, apply_training, plan_training
 from wf_transformers.handle import Handle
 from wf_transformers.models import head_of, outermost
 
@@ -89,7 +89,7 @@ def plan_tiles(
     if models != [model] or models[0].main_input_name != "input_ids":
         raise NotImplementedError(
             f'"{AUTOCHUNK}" needs a Hugging Face model that takes "input_ids", and '
-            f"{type(model).__name__} is none: call wf_backends.tiling.plan_training yourself"
+            f"{type(model).__name__} is none: call plan_training of wf_backends.autochunk.tiling"
         )
     if any(hasattr(p, "ds_id") for p in model.parameters()):
         raise NotImplementedError(

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tests.dense import largest
-from wf_backends.graph import StorageTracker, capture
-from wf_backends.slicing import Flow, trace
+from wf_backends.autochunk.graph import StorageTracker, capture
+from wf_backends.autochunk.slicing import Flow, trace
 
 ANY_SLOWDOWN = 4.0  # max_slowdown of tests about memory: slices cost much time in small models
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.autochunk.graph.models import NAMES, TOKENS, model_and_inputs
 from tests.autochunk.helpers import (
     ANY_SLOWDOWN,
     TensorConstant,
@@ -18,7 +19,6 @@ from tests.autochunk.helpers import (
     profiled_peak,
     relative_error,
 )
-from tests.graph.models import NAMES, TOKENS, model_and_inputs
 from wf_backends.autochunk import ChunkPlan, autochunk
 
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.autochunk.helpers import measured_peak
 from wf_backends.autochunk import ChunkPlan, autochunk
-from wf_backends.graph import Effects, capture, read_steps, with_copies
+from wf_backends.autochunk.graph import Effects, capture, read_steps, with_copies
 
 TOKENS = 224
 UNLIMITED = 1e9  # max_slowdown

@@ -11,10 +11,10 @@ from torch import nn
 
 from tests.autochunk.helpers import Lambda, attention_and_spectrum, flow_of
 from wf_backends.autochunk.cost import Cost, Rates, measure_rates
+from wf_backends.autochunk.graph.capture import capture
+from wf_backends.autochunk.graph.memory import Effects, read_steps
 from wf_backends.autochunk.select import Search
-from wf_backends.graph.capture import capture
-from wf_backends.graph.memory import Effects, read_steps
-from wf_backends.slicing import SlicedOperator, is_interleaved
+from wf_backends.autochunk.slicing import SlicedOperator, is_interleaved
 
 RATES = Rates(2e-6, 1e11, 2.5e10, 1e10)
 

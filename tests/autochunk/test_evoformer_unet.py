@@ -16,8 +16,8 @@ from torch import nn
 from tests.autochunk.helpers import ANY_SLOWDOWN, in_float64, measured_peak, relative_error
 from wf_backends.autochunk import autochunk
 from wf_backends.autochunk.cost import Rates
+from wf_backends.autochunk.graph import Effects, capture, read_steps
 from wf_backends.autochunk.select import Search
-from wf_backends.graph import Effects, capture, read_steps
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(Path(__file__).parents[2] / "examples" / "autochunk")

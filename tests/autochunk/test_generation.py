@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from tests.autochunk.graph.models import TOKENS, model_and_inputs
 from tests.autochunk.helpers import ANY_SLOWDOWN, relative_error
-from tests.graph.models import TOKENS, model_and_inputs
 from wf_backends.autochunk import autochunk
 
 

@@ -21,10 +21,10 @@ from tests.autochunk.helpers import (
     relative_error,
 )
 from wf_backends.autochunk import ChunkPlan, autochunk
+from wf_backends.autochunk.graph import Effects, capture, read_steps
 from wf_backends.autochunk.lower import lower
 from wf_backends.autochunk.region import Region
 from wf_backends.autochunk.search import Candidate, candidates_at
-from wf_backends.graph import Effects, capture, read_steps
 
 UNLIMITED = float("inf")  # max_slowdown
 Function = Callable[[Tensor], object]

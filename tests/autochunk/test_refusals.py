@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.autochunk.graph.models import model_and_inputs
 from tests.autochunk.helpers import ANY_SLOWDOWN, TensorConstant
-from tests.graph.models import model_and_inputs
 from wf_backends.autochunk import ChunkedPart, ChunkPlan, autochunk
 
 PART = asdict(ChunkedPart("a", "b", dim=0, length=1, rows=4, operators=2, where="layer"))

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from tests.autochunk.helpers import ANY_SLOWDOWN, Lambda, measured_peak, relative_error
 from wf_backends.autochunk import ChunkPlan, autochunk
+from wf_backends.autochunk.graph.capture import capture
+from wf_backends.autochunk.graph.memory import Effects, Steps, read_steps
 from wf_backends.autochunk.region import Bodies, ChunkedRegion, Region, slice_length
 from wf_backends.autochunk.search import Candidate, candidate_in, candidates_at
-from wf_backends.graph.capture import capture
-from wf_backends.graph.memory import Effects, Steps, read_steps
 
 
 def checked_plan(model: nn.Module, x: Tensor) -> ChunkPlan:

@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.autochunk.helpers import Lambda, attention_and_spectrum, flow_of
 from wf_backends.autochunk.cost import Rates
+from wf_backends.autochunk.graph.capture import capture
+from wf_backends.autochunk.graph.memory import Effects, read_steps
 from wf_backends.autochunk.region import slice_length
 from wf_backends.autochunk.select import Search, Selection
-from wf_backends.graph.capture import capture
-from wf_backends.graph.memory import Effects, read_steps
-from wf_backends.slicing import sources
+from wf_backends.autochunk.slicing import sources
 
 RATES = Rates(2e-6, 1e11, 2.5e10, 1e10)
 
@@ -78,7 +78,7 @@ def test_equal_layers_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None
         calls.append(args)
         return sources(*args)
 
-    monkeypatch.setattr("wf_backends.graph.memory.sources", counted)
+    monkeypatch.setattr("wf_backends.autochunk.graph.memory.sources", counted)
     num_calls = {}
     for num_layers in (4, 12):
 
@@ -116,7 +116,7 @@ def test_budget_that_is_slower_than_a_smaller_one_does_not_end_the_search(
 
 FINGERPRINT = """
 import torch
-from wf_backends.graph.capture import capture
+from wf_backends.autochunk.graph.capture import capture
 model = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.GroupNorm(2, 4)).eval()
 fingerprint = capture(model, (torch.zeros(1, 2, 8, 8),), {}).fingerprint
 """

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from tests.dense import largest
 from wf_backends.autochunk import autochunk
 from wf_backends.autochunk.cost import measure_rates
-from wf_backends.graph import StorageTracker
+from wf_backends.autochunk.graph import StorageTracker
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from wf_backends.hetegen import ShapedDevice
-from wf_backends.weights import Plan
+from wf_backends.hetegen.weights import Plan
 
 VOCABULARY = 96
 CONFIGS: dict[str, PretrainedConfig] = {

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.hetegen.models import fast_device, generate, make_model, max_memory
 from wf_backends.autochunk import autochunk
-from wf_backends.graph import StorageTracker
+from wf_backends.autochunk.graph import StorageTracker
 from wf_backends.hetegen import Handle, ShapedDevice, dispatch_model
 
 ANY_SLOWDOWN = 100.0  # these models are small; the tests are about memory

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.hetegen.models import MLP, MLP_SPLIT, fast_device, make_model, max_memory
 from wf_backends.hetegen import ShapedDevice, dispatch_model
-from wf_backends.weights.plan import LANE_NAMES, LaneName
+from wf_backends.hetegen.weights.plan import LANE_NAMES, LaneName
 
 SLOWDOWN = 1e5  # of the lanes that go on after another lane has failed
 

@@ -24,9 +24,9 @@ from deepspeed.utils import safe_get_full_grad, set_z3_leaf_module
 
 import wf_deepspeed
 import wf_transformers
+from tests.autochunk.tiling.helpers import Collectives, error_message, tiled_modules
 from tests.integrations.deepspeed_jobs import tiny_llama, token_batches
-from tests.tiling.helpers import Collectives, error_message, tiled_modules
-from wf_backends.tiling import Tiles, tile_modules
+from wf_backends.autochunk.tiling import Tiles, tile_modules
 
 MICRO_BATCHES = 2
 Result = tuple[list[torch.Tensor], Counter[str]]

@@ -40,7 +40,7 @@ from tests.integrations.colossalai_models import (
     train_alone_in_16_bits,
 )
 from tests.integrations.colossalai_training import OPTIMIZERS, Data, Training, steps_of
-from wf_backends.tiling.tiled_call import TiledCall
+from wf_backends.autochunk.tiling.tiled_call import TiledCall
 from wf_colossalai.cpu import cpu_accelerator
 from wf_transformers.checkpoints import inputs_on_host
 

@@ -14,8 +14,8 @@ from accelerate import Accelerator  # noqa: E402
 from torch import nn  # noqa: E402
 
 import wf_accelerate  # noqa: E402
+from tests.autochunk.tiling.helpers import tiled_modules  # noqa: E402
 from tests.integrations.deepspeed_jobs import tiny_llama  # noqa: E402
-from tests.tiling.helpers import tiled_modules  # noqa: E402
 from wf_transformers import ModelOptions, TrainingBudget, plan_tiles  # noqa: E402
 
 ONE_RANK = {"sequence_parallel_size": 1}

@@ -27,8 +27,8 @@ from tests.integrations.transformers_models import (  # noqa: E402
     gradients,
     sequence_parallel,
 )
-from wf_backends.tiling.handle import Handle  # noqa: E402
-from wf_backends.tiling.tiled_loss import tile_loss  # noqa: E402
+from wf_backends.autochunk.tiling.handle import Handle  # noqa: E402
+from wf_backends.autochunk.tiling.tiled_loss import tile_loss  # noqa: E402
 from wf_transformers import WholeBatchHooks, attach, attach_model  # noqa: E402
 
 LABELLED = batch(2)

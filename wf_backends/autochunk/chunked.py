@@ -14,9 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from wf_backends._validation import of_type
-from wf_backends.autochunk.plan import ChunkPlan
-from wf_backends.autochunk.planning import Planned, find_plan, use_plan
-from wf_backends.graph import (
+from wf_backends.autochunk.graph import (
     Budget,
     bind,
     checked_budget,
@@ -26,7 +24,9 @@ from wf_backends.graph import (
     refill,
     register_containers,
 )
-from wf_backends.tiling import TrainingPlan, plan_training, tile_training
+from wf_backends.autochunk.plan import ChunkPlan
+from wf_backends.autochunk.planning import Planned, find_plan, use_plan
+from wf_backends.autochunk.tiling import TrainingPlan, plan_training, tile_training
 
 SMALL_INPUT_RATIO = 16  # inputs this many times smaller than planned ones run unchunked
 

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from wf_backends.graph import nbytes
-from wf_backends.slicing import SlicedOperator, is_interleaved
+from wf_backends.autochunk.graph import nbytes
+from wf_backends.autochunk.slicing import SlicedOperator, is_interleaved
 
 _MAX_RUNS = 10  # the fastest one counts
 _MAX_SECONDS = 0.05  # after which no further run is timed: 16-bit products are slow on some CPUs

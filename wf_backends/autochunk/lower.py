@@ -8,11 +8,19 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from wf_backends.autochunk.graph import (
+    Effect,
+    Effects,
+    Steps,
+    module_path,
+    nbytes,
+    read_steps,
+    submodule,
+)
 from wf_backends.autochunk.plan import ChunkedPart
 from wf_backends.autochunk.region import Bodies, ChunkedRegion, Region, region_key
 from wf_backends.autochunk.search import candidate_in
-from wf_backends.graph import Effect, Effects, Steps, module_path, nbytes, read_steps, submodule
-from wf_backends.slicing import join_group_norms
+from wf_backends.autochunk.slicing import join_group_norms
 
 Window = Sequence[fx.Node]  # the nodes from a region's first operator to its last
 Profile = tuple[tuple[str, int], ...]  # (module's path, live bytes) at each operator

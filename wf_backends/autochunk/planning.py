@@ -14,12 +14,7 @@ from typing import Any
 from torch import fx, nn
 
 from wf_backends.autochunk.cost import Rates, measure_rates
-from wf_backends.autochunk.lower import Lowered, Profile, find_region, lower
-from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
-from wf_backends.autochunk.region import slice_length
-from wf_backends.autochunk.search import Candidate
-from wf_backends.autochunk.select import Search, Selection
-from wf_backends.graph import (
+from wf_backends.autochunk.graph import (
     Budget,
     Captured,
     Copied,
@@ -33,6 +28,11 @@ from wf_backends.graph import (
     unchunked_peak,
     with_copies,
 )
+from wf_backends.autochunk.lower import Lowered, Profile, find_region, lower
+from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
+from wf_backends.autochunk.region import slice_length
+from wf_backends.autochunk.search import Candidate
+from wf_backends.autochunk.select import Search, Selection
 
 COPIES: tuple[Copied, ...] = ("", "masks", "norms")  # in the order in which they are tried
 BUDGET_SHARES = (1, 0.95, 0.9, 0.8, 0.6, 0)  # to search for, until the built module fits the budget

@@ -15,8 +15,8 @@ from math import lcm
 import torch
 from torch import fx, nn
 
-from wf_backends.graph import Effects, layout
-from wf_backends.slicing import Flow, RowsByValue, Source, Value, emit, needed_rows
+from wf_backends.autochunk.graph import Effects, layout
+from wf_backends.autochunk.slicing import Flow, RowsByValue, Source, Value, emit, needed_rows
 
 ROW_MULTIPLE, ROW_MULTIPLE_ON_CUDA = 16, 128  # of long slices, see `slice_length`
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from wf_backends.autochunk.graph import Step, Steps, layout, nbytes, profile
 from wf_backends.autochunk.region import covered_rows, slice_length
-from wf_backends.graph import Step, Steps, layout, nbytes, profile
-from wf_backends.slicing import Flow, trace, view_base
+from wf_backends.autochunk.slicing import Flow, trace, view_base
 
 MAX_REACH = 160  # operators of a region on each side of the peak
 NUM_ENDS = 5  # steps near the peak, and far from it, where regions may begin or end: see `_ends`

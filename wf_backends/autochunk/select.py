@@ -14,8 +14,7 @@ from functools import cache, partial
 from torch import fx
 
 from wf_backends.autochunk.cost import Cost, Rates
-from wf_backends.autochunk.search import Candidate, candidate_in, candidates_at
-from wf_backends.graph import (
+from wf_backends.autochunk.graph import (
     Copied,
     Step,
     Steps,
@@ -25,7 +24,8 @@ from wf_backends.graph import (
     tensors,
     with_copies,
 )
-from wf_backends.slicing import SlicedOperator
+from wf_backends.autochunk.search import Candidate, candidate_in, candidates_at
+from wf_backends.autochunk.slicing import SlicedOperator
 
 NUM_BISECTIONS = 8  # of the range of budgets, to find the least memory within a slowdown
 NUM_PARTS = 5  # of the range of budgets that is tried again afterwards, from the smallest on

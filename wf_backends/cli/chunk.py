@@ -13,11 +13,11 @@ from typer import Option
 
 from wf_backends._validation import positive
 from wf_backends.autochunk import BudgetError, Profiles, Rates, longest, memory_profiles
+from wf_backends.autochunk.graph import checked_budget
 from wf_backends.cli.draw import Picture, draw_memory
 from wf_backends.cli.options import AsJson, check_range
 from wf_backends.cli.readers import ModelFolder, call_reader
 from wf_backends.cli.tables import print_json, table_of
-from wf_backends.graph import checked_budget
 
 SKELETONS = "wallfacer.skeletons"  # entry points: a folder -> a model on fake tensors, its inputs
 MAX_TOKENS = 2**29  # the elements of a mask, their square, fit in 64 bits

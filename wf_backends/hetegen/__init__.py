@@ -4,7 +4,7 @@ from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.device import ShapedDevice
 from wf_backends.hetegen.dispatch import Handle, dispatch_model
 from wf_backends.hetegen.measure import measure_machine
-from wf_backends.weights import Plan, Rates, best_alpha, seconds_per_byte
+from wf_backends.hetegen.weights import Plan, Rates, best_alpha, seconds_per_byte
 
 __all__ = [
     "Accelerator",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from wf_backends.hetegen.device import Lanes, Run, Write
-from wf_backends.weights import Rates
+from wf_backends.hetegen.weights import Rates
 
 
 class Streams:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.weights import LANE_NAMES, Rates
+from wf_backends.hetegen.weights import LANE_NAMES, Rates
 
 THREAD_CALL_SECONDS = 2e-4  # to submit work to a thread and wait for it, on a shared core
 End = Future[float]  # the time at which work ended

@@ -26,7 +26,7 @@ from wf_backends.hetegen.split_model import (
     mark_modules,
     split_weights,
 )
-from wf_backends.weights import Plan, Request, make_plan
+from wf_backends.hetegen.weights import Plan, Request, make_plan
 
 ACCELERATOR = "accelerator"
 MEMORY_KEYS = (ACCELERATOR, "cpu")

@@ -16,7 +16,7 @@ from wf_backends.hetegen.accelerator import Accelerator, Streams
 from wf_backends.hetegen.device import ShapedDevice
 from wf_backends.hetegen.dispatch import dispatch_model
 from wf_backends.hetegen.runner import Device
-from wf_backends.weights import Rates
+from wf_backends.hetegen.weights import Rates
 
 WEIGHTS_BYTES = 2**28  # of all weights together: more than caches hold
 PINNED_BUFFERS = 3  # as many as a plan has slabs by default

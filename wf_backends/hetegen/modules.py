@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wf_backends._compile import refuse_transforms
-from wf_backends.weights import Linear
+from wf_backends.hetegen.weights import Linear
 
 MIN_ROWS = 16  # smaller linears are not worth a split: routers, heads of few classes
 EXPERT_NAME = re.compile(r"((?:.*\.)?experts)\.\d+(?=\.)")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.device import ShapedDevice
 from wf_backends.hetegen.modules import HostWeight
-from wf_backends.weights import LANE_NAMES, PHASES, Job, JobMaker, Phase, Plan
+from wf_backends.hetegen.weights import LANE_NAMES, PHASES, Job, JobMaker, Phase, Plan
 
 PASSES_KEPT = 256
 Device = Accelerator | ShapedDevice

@@ -62,9 +62,9 @@ def custom_loss_reason_of(model: nn.Module) -> str | None:
 
 
 def _loss_function(model: nn.Module) -> Any:
-    """The function that the model calls for its loss; `wf_backends.tiling` may have wrapped it."""
+    """The function that the model calls for its loss; AutoChunk's tiling may have wrapped it."""
     function: Any = getattr(model, "loss_function", ForCausalLMLoss)
-    if getattr(function, "__module__", "").startswith("wf_backends.tiling"):
+    if getattr(function, "__module__", "").startswith("wf_backends.autochunk.tiling"):
         return function.__self__.loss_function
     return function
 

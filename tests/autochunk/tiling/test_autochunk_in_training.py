@@ -1,0 +1,58 @@
+"""autochunk(model) of a model in training tiles the model itself.
+
+It gives the model `plan`, `explain` and `remove`; a plan is for training or for inference.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.autochunk.tiling.decoder import Decoder, build_decoder, make_batch
+from tests.autochunk.tiling.helpers import tiled_modules
+from wf_backends.autochunk import ChunkPlan, autochunk
+from wf_backends.autochunk.tiling import TrainingPlan
+
+
+@pytest.fixture
+def model() -> Decoder:
+    return build_decoder()
+
+
+@pytest.fixture
+def plan(model: Decoder) -> TrainingPlan:
+    """Tiles the model, and returns the plan."""
+    plan = autochunk(model, kwargs=make_batch(), max_memory=0.9).plan
+    assert isinstance(plan, TrainingPlan)
+    return plan
+
+
+def test_model_is_tiled_in_place(model: Decoder) -> None:
+    names, expected = list(model.state_dict()), model(**make_batch())["loss"]
+    chunked = autochunk(model, kwargs=make_batch(), max_memory=0.9)
+    assert chunked is model and [tiles.module for tiles in chunked.plan.tiles] == ["head"]
+    assert chunked.explain() == chunked.plan.explain()
+    assert list(chunked.state_dict()) == names
+    torch.testing.assert_close(chunked(**make_batch())["loss"], expected)
+
+
+def test_remove_restores_the_model(model: Decoder, plan: TrainingPlan) -> None:
+    model.remove()
+    assert tiled_modules(model) == [] and not hasattr(model, "plan")
+
+
+def test_plan_can_be_passed_again(model: Decoder, plan: TrainingPlan) -> None:
+    model.remove()
+    assert autochunk(model, kwargs=make_batch(), plan=plan).plan is plan
+
+
+def test_training_plan_is_refused_in_evaluation(model: Decoder, plan: TrainingPlan) -> None:
+    model.remove()
+    with pytest.raises(ValueError, match="plan is one for training, and the model is not"):
+        autochunk(model.eval(), kwargs=make_batch(), plan=plan)
+
+
+def test_inference_plan_is_refused_in_training(model: Decoder) -> None:
+    plan = ChunkPlan("", (), 0, 0, 0.0)
+    with pytest.raises(ValueError, match="must be a TrainingPlan for a model in training"):
+        autochunk(model.train(), kwargs=make_batch(), plan=plan)

@@ -1,0 +1,265 @@
+"""Plans of tiled training: which modules, within which budget; gradients and the predicted peak.
+
+The reference is the same model without tiles.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.autochunk.tiling.decoder import ROWS, WIDTH, Decoder, Mlp, build_decoder, make_batch
+from tests.autochunk.tiling.helpers import tiled_modules
+from wf_backends.autochunk.graph import StorageTracker
+from wf_backends.autochunk.tiling import TrainingPlan, apply_training, plan_training
+
+FEW_ROWS = 128  # where a plan is made again and again for more tiles
+NOTHING = TrainingPlan((), 0, 0, 0.0)
+
+
+def plan_of(model: nn.Module, rows: int = ROWS, **kwargs: Any) -> TrainingPlan:
+    return plan_training(model, kwargs=make_batch(rows), **kwargs)
+
+
+def planned_modules(plan: TrainingPlan) -> list[str]:
+    return [tiles.module for tiles in plan.tiles]
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    model.zero_grad()
+    model(**make_batch())["loss"].backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.fixture(scope="module")
+def full_plan() -> TrainingPlan:
+    """Of a decoder with two layers: everything that can be tiled."""
+    return plan_of(build_decoder(), max_slowdown=1.0)
+
+
+def test_mlps_and_loss_are_tiled(full_plan: TrainingPlan) -> None:
+    assert planned_modules(full_plan) == ["head", "mlp.0", "mlp.1"]
+    assert full_plan.tiles[0].loss and full_plan.tiles[1].dim == 1
+    assert full_plan.peak < 0.5 * full_plan.peak_before and 0 < full_plan.slowdown < 1 / 3
+    text = full_plan.explain()
+    assert "head: 4 tiles of its logits and loss" in text
+    assert "not tiled: Attention, aten.scaled_dot_product_attention" in text
+
+
+def test_planning_leaves_the_model_untiled() -> None:
+    model = build_decoder()
+    assert plan_of(model, max_slowdown=1.0).tiles
+    assert tiled_modules(model) == []
+
+
+def test_gradients_of_a_plan_equal_those_of_the_model_and_leaving_it_restores_the_logits() -> None:
+    model = build_decoder().double()
+    expected = gradients(model)
+    with apply_training(model, plan_of(model, max_slowdown=1.0)):
+        grads = gradients(model)
+        assert model(**make_batch()).keys() == {"loss"}
+    for grad, expected_grad in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-10, atol=1e-12)
+    assert model(**make_batch()).keys() == {"loss", "logits"}
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["untiled", "tiled"])
+def test_predicted_peak_is_that_of_a_step(tiled: bool, full_plan: TrainingPlan) -> None:
+    """A later step, in which the gradients of the earlier one are there."""
+    model, batch = build_decoder(), make_batch()
+    with apply_training(model, full_plan if tiled else NOTHING):
+        gradients(model)
+        earlier_grads = [p.grad for p in model.parameters() if p.grad is not None]
+        known = (*model.parameters(), *earlier_grads, *batch.values())
+        with StorageTracker(known) as tracker:
+            model(**batch)["loss"].backward()
+    predicted = full_plan.peak if tiled else full_plan.peak_before
+    assert tracker.peak == pytest.approx(predicted, rel=0.05)
+
+
+class FixedNumberOfRows(Mlp):
+    """Reshapes to a number of rows, as Swin's layers do: that fails for a tile of the rows."""
+
+    def forward(self, x: Tensor, rows: int = ROWS) -> Tensor:
+        return super().forward(x).view(1, rows, WIDTH)
+
+
+def test_module_that_fails_on_tiles_is_not_planned() -> None:
+    model = build_decoder()
+    model.mlp[1] = FixedNumberOfRows()
+    plan = plan_of(model, max_slowdown=1.0)
+    assert planned_modules(plan) == ["head", "mlp.0"]
+    assert "not tiled: FixedNumberOfRows, no tiles: shape '[1, 512, 8]' is inv" in plan.explain()
+
+
+class AtLeast100Rows(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] < 100:
+            raise RuntimeError("too few rows")
+        return super().forward(x)
+
+
+def test_finer_tiles_on_which_a_module_fails_are_not_planned() -> None:
+    model = build_decoder()
+    model.mlp[0], model.mlp[1] = AtLeast100Rows(), AtLeast100Rows()
+    with pytest.raises(ValueError, match="is too little for a training step: the closest plan"):
+        plan_of(model, max_memory=1000, max_slowdown=1.0)
+
+
+def test_check_of_values_outside_compilation_is_assumed_to_pass() -> None:
+    """transformers looks for padding so, where it gets no mask."""
+
+    class ChecksIds(Decoder):
+        def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            if not torch.compiler.is_compiling() and not (ids >= 0).all():
+                raise ValueError("padding")
+            return super().forward(ids, labels)
+
+    plan = plan_of(ChecksIds().train(), max_slowdown=1.0)
+    assert planned_modules(plan) == ["head", "mlp.0", "mlp.1"]
+
+
+class TestBudget:
+    """`max_memory` in bytes, as a share or as a size; `max_slowdown` as a share of the time."""
+
+    def test_without_slowdown_only_the_loss_is_tiled(self) -> None:
+        """Its tiles are not computed again."""
+        plan = plan_of(build_decoder(), max_slowdown=0.0)
+        assert planned_modules(plan) == ["head"] and plan.slowdown == 0.0
+
+    def test_no_more_is_tiled_than_the_memory_needs(self, full_plan: TrainingPlan) -> None:
+        model = build_decoder()
+        loss_only = plan_of(model, max_slowdown=0.0)
+        assert plan_of(model, max_memory=full_plan.peak_before).tiles == ()
+        plan = plan_of(model, max_memory=loss_only.peak, max_slowdown=1.0)
+        assert planned_modules(plan) == ["head"]
+
+    def test_module_whose_tiles_do_not_lower_the_peak_is_not_tiled(self) -> None:
+        """A frozen MLP keeps nothing for the backward: the logits are the peak."""
+        model = build_decoder(layers=1, scale=0.5)
+        model.requires_grad_(False)
+        model.head.requires_grad_(True)
+        plan = plan_of(model, max_slowdown=1.0)
+        assert plan.tiles == () and plan.peak == plan.peak_before
+        assert "Mlp" not in dict(plan.refused)
+
+    def test_memory_as_a_share_of_the_untiled_peak(self, full_plan: TrainingPlan) -> None:
+        share = (full_plan.peak + 1) / full_plan.peak_before
+        assert plan_of(build_decoder(), max_memory=share, max_slowdown=1.0) == full_plan
+
+    def test_memory_as_a_size(self) -> None:
+        plan = plan_training(build_decoder(), (), make_batch(), "1GB")
+        assert plan.tiles == () and plan.peak < 1e9
+
+    def test_as_many_layers_are_tiled_as_the_slowdown_allows(self) -> None:
+        """Two of four MLPs take half the time of four."""
+        model = build_decoder(layers=4)
+        full_plan = plan_of(model, max_slowdown=1.0)
+        plan = plan_of(model, max_slowdown=0.6 * full_plan.slowdown)
+        assert planned_modules(plan) == ["head", "mlp.0", "mlp.1"]
+        assert plan.slowdown == pytest.approx(full_plan.slowdown / 2)
+
+    def test_less_memory_makes_more_tiles(self) -> None:
+        model = build_decoder()
+        plan = plan_of(model, FEW_ROWS, max_slowdown=1.0)
+        finer = plan_of(model, FEW_ROWS, max_memory=plan.peak - 1, max_slowdown=1.0)
+        assert finer.peak < plan.peak
+        assert all(a.tiles > b.tiles for a, b in zip(finer.tiles, plan.tiles, strict=True))
+
+    def test_budget_below_every_plan_is_refused_with_the_closest_plan(self) -> None:
+        model = build_decoder()
+        with pytest.raises(ValueError, match="max_memory 1000 .1000 bytes. is too little") as error:
+            plan_of(model, FEW_ROWS, max_memory=1000)
+        assert "closest plan within max_slowdown 0.1 needs" in str(error.value)
+        assert tiled_modules(model) == []
+
+    def test_budget_that_more_slowdown_would_keep_is_refused_with_that_slowdown(self) -> None:
+        with pytest.raises(ValueError, match=r"max_slowdown 0\.\d\d would allow one that needs"):
+            plan_of(build_decoder(), FEW_ROWS, max_memory=1000, max_slowdown=0.0)
+
+    @pytest.mark.parametrize(
+        ("budget", "message"),
+        [
+            ({"max_memory": "a lot"}, "max_memory must be a number of bytes or a size"),
+            ({"max_slowdown": -0.5}, "max_slowdown must be a number such as 0.1, 0 or more"),
+        ],
+    )
+    def test_wrong_budget_is_refused(self, budget: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            plan_of(build_decoder(), **{"max_memory": 1000} | budget)
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.0])
+def test_dropout_is_a_wall_unless_its_rate_is_0(dropout: float) -> None:
+    plan = plan_of(build_decoder(dropout=dropout), max_slowdown=1.0)
+    reason = "Mlp", "aten.dropout.default has no rule along dimension 1"
+    assert (reason in plan.refused) == (dropout > 0)
+    assert planned_modules(plan) == (["head"] if dropout else ["head", "mlp.0", "mlp.1"])
+
+
+def test_scaled_logits_are_a_wall() -> None:
+    plan = plan_of(build_decoder(scale=0.5), max_slowdown=1.0)
+    assert planned_modules(plan) == ["mlp.0", "mlp.1"]
+    assert any("stands between the head and the loss" in reason for _, reason in plan.refused)
+
+
+class TestJson:
+    def test_plan_survives_json(self, full_plan: TrainingPlan) -> None:
+        assert TrainingPlan.from_json(full_plan.to_json()) == full_plan
+
+    @pytest.mark.parametrize(
+        "text", ["[]", "{}", "no", '{"tiles": [{"name": "a"}], "refused": []}']
+    )
+    def test_text_that_is_no_plan_is_refused(self, text: str) -> None:
+        with pytest.raises(ValueError, match="no training plan"):
+            TrainingPlan.from_json(text)
+
+    def test_wrong_field_is_refused_by_name(self) -> None:
+        text = json.dumps(json.loads(NOTHING.to_json()) | {"peak": "3"})
+        with pytest.raises(ValueError, match="plan.peak must be an integer, got '3'"):
+            TrainingPlan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "config_name", "expected"),
+    [
+        (
+            "LlamaForCausalLM",
+            "LlamaConfig",
+            ["lm_head", "model.layers.0.mlp", "model.layers.1.mlp"],
+        ),
+        (  # its logits are capped
+            "Gemma2ForCausalLM",
+            "Gemma2Config",
+            ["model.layers.0.mlp", "model.layers.1.mlp"],
+        ),
+        (  # its MLPs end with dropout
+            "GPT2LMHeadModel",
+            "GPT2Config",
+            ["lm_head", "transformer.h.0.mlp.act", "transformer.h.1.mlp.act"],
+        ),
+    ],
+    ids=["llama", "gemma2", "gpt2"],
+)
+def test_modules_and_loss_of_transformers_models(
+    name: str, config_name: str, expected: list[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, config_name)(
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=999,
+        hidden_size=16, intermediate_size=64, use_cache=False,
+    )  # fmt: skip
+    model = getattr(transformers, name)(config).train()
+    ids = torch.randint(64, (1, 256))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    plan = plan_training(model, kwargs=batch, max_slowdown=1.0)
+    assert planned_modules(plan) == expected, plan.explain()
+    torch.manual_seed(0)  # for dropout
+    expected_loss = model(**batch).loss
+    with apply_training(model, plan):
+        torch.manual_seed(0)
+        torch.testing.assert_close(model(**batch).loss, expected_loss, rtol=1e-5, atol=1e-5)

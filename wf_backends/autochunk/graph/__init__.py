@@ -1,0 +1,73 @@
+"""A model's forward pass as a graph, and the memory that its operators need.
+
+`capture` makes the graph; `memory` finds the live bytes at each step, `tracker` those of a run;
+`copies` computes masks and normed inputs once for each reader; `budget` is what a user allows.
+"""
+
+from wf_backends.autochunk.graph.budget import Budget, checked_budget
+from wf_backends.autochunk.graph.capture import (
+    Captured,
+    CaptureError,
+    Weight,
+    capture,
+    layout,
+    module_path,
+    nbytes,
+    operator_name,
+    reason,
+    tensors,
+)
+from wf_backends.autochunk.graph.copies import Copied, with_copies
+from wf_backends.autochunk.graph.inputs import (
+    bind,
+    containers,
+    is_supported_input,
+    named_weights,
+    refill,
+    register_containers,
+)
+from wf_backends.autochunk.graph.memory import (
+    Effect,
+    Effects,
+    Step,
+    Steps,
+    arguments,
+    profile,
+    read_steps,
+    submodule,
+)
+from wf_backends.autochunk.graph.tracker import StorageTracker, fake_run, unchunked_peak
+
+__all__ = [
+    "Budget",
+    "CaptureError",
+    "Captured",
+    "Copied",
+    "Effect",
+    "Effects",
+    "Step",
+    "Steps",
+    "StorageTracker",
+    "Weight",
+    "arguments",
+    "bind",
+    "capture",
+    "checked_budget",
+    "containers",
+    "fake_run",
+    "is_supported_input",
+    "layout",
+    "module_path",
+    "named_weights",
+    "nbytes",
+    "operator_name",
+    "profile",
+    "read_steps",
+    "reason",
+    "refill",
+    "register_containers",
+    "submodule",
+    "tensors",
+    "unchunked_peak",
+    "with_copies",
+]

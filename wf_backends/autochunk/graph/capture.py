@@ -1,0 +1,292 @@
+"""A model's forward pass as one flat graph of ATen operators, by ``torch.export``.
+
+The graph is not decomposed: ``linear``, ``softmax`` and ``scaled_dot_product_attention`` stay
+single operators, as eager execution runs them. Parameters and buffers are inputs of the graph; they
+are read from the model at every call, so that they may be moved or loaded in between.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import InputKind, TensorArgument
+from torch.fx import config as fx_config
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.overrides import has_torch_function
+from torch.utils import _pytree as pytree
+
+from wf_backends.autochunk.graph.experts import experts_as_operators, insert_experts
+from wf_backends.autochunk.graph.inputs import (
+    CONSTANTS,
+    containers,
+    names_of_leaves,
+    restored_attributes,
+    separated_from_weights,
+)
+from wf_backends.autochunk.graph.packing import skipped_packing_check
+from wf_backends.autochunk.slicing import split_group_norms, view_base, written
+
+aten = torch.ops.aten
+_BY_SHAPE = {
+    aten.view_as.default: aten.view.default,
+    aten.reshape_as.default: aten.reshape.default,
+}
+
+
+class CaptureError(ValueError):
+    """A model that `torch.export` cannot capture; says why and, where known, in which module."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The attribute from which a call reads a parameter, a buffer or a constant of the graph."""
+
+    owner: object
+    name: str
+
+    def read(self) -> torch.Tensor:
+        return getattr(self.owner, self.name)
+
+
+def _type_of(weight: torch.Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
+    return weight.dtype, weight.device, weight.shape
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One forward pass for one form of inputs.
+
+    `graph` has one placeholder for each of `weights`, then one for each leaf of the inputs. Its
+    output is the flat list of the leaves of two things: the outputs, and the `containers` among the
+    inputs as the forward leaves them. A weight's placeholder has `meta["whole"]`: whether the
+    weight is a tensor subclass that computes its own products, and so must not be sliced.
+    """
+
+    graph: fx.Graph
+    weights: tuple[Weight, ...]
+    weight_types: tuple[tuple[torch.dtype, torch.device, torch.Size], ...]
+    output_spec: pytree.TreeSpec
+    fingerprint: str
+
+    @property
+    def device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
+        """Those of the first weight of floating point; without any, CPU and float32."""
+        for dtype, device, _ in self.weight_types:
+            if dtype.is_floating_point:
+                return device, dtype
+        return torch.device("cpu"), torch.float32
+
+    def read_weights(self) -> list[torch.Tensor] | None:
+        """The current weights; None if one has changed its dtype, device or shape since capture."""
+        weights = [weight.read() for weight in self.weights]
+        return weights if tuple(map(_type_of, weights)) == self.weight_types else None
+
+
+def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
+    """The graph of ``model.forward(*args, **kwargs)`` without gradients.
+
+    It has no hooks of the model itself, which run around every call anyway. Raises `CaptureError`
+    if the model's code depends on the values of tensors, or changes its own buffers.
+    """
+    try:
+        leaves, spec = pytree.tree_flatten(separated_from_weights(model, args, kwargs))
+        exported = _model_of_leaves(model, leaves, spec)
+        inputs = tuple(None if isinstance(leaf, CONSTANTS) else leaf for leaf in leaves)
+        with restored_attributes(model), experts_as_operators(model) as experts:
+            program = _export_as_eager(exported, inputs)
+    except Exception as error:  # torch.export raises every kind of error for what it cannot trace
+        raise CaptureError(reason(model, error)) from error
+    graph = program.graph
+    _refuse_values_and_writes(graph, model, args, kwargs)
+    specs = (s for s in program.graph_signature.input_specs if s.kind is not InputKind.USER_INPUT)
+    weights = tuple(_weight(model, program, spec) for spec in specs)
+    for node, weight in zip(graph.find_nodes(op="placeholder"), weights, strict=False):
+        node.meta["whole"] = has_torch_function((weight.read(),))
+    insert_experts(graph, experts)
+    _simplify(graph)
+    types = tuple(_type_of(weight.read()) for weight in weights)
+    return Captured(graph, weights, types, program.call_spec.out_spec, _fingerprint(graph))
+
+
+def _refuse_values_and_writes(
+    graph: fx.Graph, model: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    """Raises `CaptureError` for results that depend on values, for writes to weights or inputs."""
+    class_name = type(model).__name__
+    for node in graph.nodes:
+        if _depends_on_values(node):
+            raise CaptureError(
+                f"{class_name} cannot be captured: what {operator_name(node)} gives depends on the "
+                f"values of tensors, in {module_path(node) or 'the model itself'}"
+            )
+    bases = (_base(value) for node in graph.nodes for value in written(node))
+    changed = {base.name for base in bases if base.op == "placeholder"}
+    if changed:
+        argument_names = names_of_leaves(model, args, kwargs)
+        names = ", ".join(sorted({argument_names.get(name, name) for name in changed}))
+        raise CaptureError(f"{class_name} changes {names} in its forward")
+
+
+def _model_of_leaves(model: nn.Module, example: list[Any], spec: pytree.TreeSpec) -> nn.Module:
+    """A copy of the model without its own hooks, whose forward takes the leaves of (args, kwargs).
+
+    Leaves that are `CONSTANTS` are passed as None. The forward also returns the `containers` among
+    the inputs: export does not know all of them, but pytree does.
+    """
+    exported, forward = copy.copy(model), model.forward
+    for name in [name for name in vars(model) if name.endswith("_hooks")]:
+        setattr(exported, name, type(vars(model)[name])())
+
+    def forward_leaves(*leaves: Any) -> Any:
+        pairs = zip(leaves, example, strict=True)
+        values = [known if isinstance(known, CONSTANTS) else leaf for leaf, known in pairs]
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        filled = containers(args, kwargs)
+        return forward(*args, **kwargs), filled
+
+    exported.forward = forward_leaves
+    return exported
+
+
+def _export_as_eager(model: nn.Module, args: tuple) -> Any:
+    """The exported program of the operators that the model runs eagerly.
+
+    `torch.compiler.is_compiling()` and `is_exporting()` are False during the trace: else models of
+    transformers build causal masks as tensors, which they do not do in eager runs. If that trace
+    fails, a second one leaves them True. No stacks of operators are kept, and no code of graphs is
+    compiled before it runs: both would take more time than the trace.
+    """
+    eager = {"is_compiling": lambda: False, "is_exporting": lambda: False}
+    no_stacks = mock.patch.object(fx_config, "do_not_emit_stack_traces", True, create=True)
+    lazy = _use_lazy_graph_module(True)
+    with torch.no_grad(), no_log(), no_stacks, lazy, skipped_packing_check():
+        try:
+            with mock.patch.dict(vars(torch.compiler), eager):
+                return torch.export.export(model, args, strict=False)
+        except Exception:  # for instance a branch on a tensor's value, which only eager runs take
+            return torch.export.export(model, args, strict=False)
+
+
+@contextmanager
+def no_log() -> Iterator[None]:
+    """Keeps torch from printing why a trace or a run on fake tensors fails; the error says it."""
+    disabled_level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(disabled_level)
+
+
+def _fingerprint(graph: fx.Graph) -> str:
+    """A digest of the graph's operators and shapes: equal for the same model and input shapes."""
+    lines = []
+    for node in graph.nodes:
+        shapes = [(tuple(t.shape), t.dtype, t.device.type) for t in tensors(node)]
+        lines.append(f"{node.op} {operator_name(node)} {node.args} {node.kwargs} {shapes}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def operator_name(node: fx.Node) -> str:
+    """The operator's name, the same in every process."""
+    if isinstance(node.target, FunctionType):
+        return node.target.__name__
+    return str(node.target)
+
+
+def tensors(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors that the node computes."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def nbytes(node: fx.Node) -> int:
+    """The bytes of all tensors that the node computes."""
+    return sum(t.nbytes for t in tensors(node))
+
+
+def layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Any, Any]:
+    """Shape, strides, dtype and device."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def _base(value: fx.Node) -> fx.Node:
+    """The node of whose memory `value` is a view; `value` itself if it is no view."""
+    while base := view_base(value):
+        value = base
+    return value
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the innermost module that the operator belongs to."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return stack[-1][0] if stack else ""
+
+
+def _depends_on_values(node: fx.Node) -> bool:
+    """Whether the node's result is a number, or has a size, that is known only when it runs."""
+    symbols = torch.SymInt, torch.SymFloat, torch.SymBool
+    sizes = [size for tensor in tensors(node) for size in tensor.shape]
+    return any(isinstance(value, symbols) for value in (node.meta.get("val"), *sizes))
+
+
+def _weight(model: nn.Module, program: Any, spec: Any) -> Weight:
+    if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+        path, _, name = spec.target.rpartition(".")
+        return Weight(model.get_submodule(path), name)
+    if spec.kind is InputKind.CONSTANT_TENSOR and isinstance(spec.arg, TensorArgument):
+        return Weight(SimpleNamespace(**program.constants), spec.target)
+    raise CaptureError(
+        f"{type(model).__name__}: no support for an input of kind {spec.kind.name} ({spec.target})"
+    )
+
+
+def _simplify(graph: fx.Graph) -> None:
+    """Remove checks of metadata and dropout in evaluation mode; give `view_as` its sizes."""
+    for node in list(graph.nodes):
+        if node.target is aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+        elif node.target is aten.dropout.default and not node.args[2]:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target in _BY_SHAPE:
+            node.target = _BY_SHAPE[node.target]
+            node.args = node.args[0], list(node.meta["val"].shape)
+    split_group_norms(graph)
+    graph.eliminate_dead_code()
+
+
+def reason(model: nn.Module, error: Exception, what: str = "be captured") -> str:
+    """Why a model cannot do `what`: the first line of an error, and where in the model's code."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    places = [line for line in lines if line.startswith("File ") or "model code" in line]
+    where = places[0] if places else _line_of_model(error)
+    return f"{type(model).__name__} cannot {what}: {first} {where}".rstrip()
+
+
+def _line_of_model(error: Exception) -> str:
+    """The last line of the error's traceback that is neither in torch nor in this package."""
+    torch_folder, our_folder = Path(torch.__file__).parent, Path(__file__).parents[1]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(torch_folder) or path.is_relative_to(our_folder):
+            continue
+        if path.exists():
+            return f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: {frame.line}'
+    return ""

@@ -1,0 +1,48 @@
+"""A rule for each operator: whether it may be computed slice by slice, and what a slice reads.
+
+In reading order: `call` defines what rules are written in; each `rules_*` file has the rules of a
+group of operators; `rules` applies them to a node of a graph, and adds the call of a slice to
+another graph; `flow` finds the operators of a graph that are sliced together. `group_norm` splits
+group norms into two passes, so that their space dimensions can be sliced.
+"""
+
+from wf_backends.autochunk.slicing.flow import (
+    Flow,
+    RowsByValue,
+    SlicedOperator,
+    Value,
+    needed_rows,
+    trace,
+)
+from wf_backends.autochunk.slicing.group_norm import join_group_norms, split_group_norms
+from wf_backends.autochunk.slicing.rules import (
+    Source,
+    emit,
+    rule_of,
+    sources,
+    view_base,
+    writes,
+    written,
+)
+from wf_backends.autochunk.slicing.rules_experts import Experts
+from wf_backends.autochunk.slicing.rules_products import is_interleaved
+
+__all__ = [
+    "Experts",
+    "Flow",
+    "RowsByValue",
+    "SlicedOperator",
+    "Source",
+    "Value",
+    "emit",
+    "is_interleaved",
+    "join_group_norms",
+    "needed_rows",
+    "rule_of",
+    "sources",
+    "split_group_norms",
+    "trace",
+    "view_base",
+    "writes",
+    "written",
+]

@@ -1,0 +1,103 @@
+"""Group norm in two passes, so that the second can be sliced along space (height, width, ...).
+
+group_statistics: mean and rstd of each group, over its channels and all of space
+group_normalize:  out = (x - mean) * rstd * weight + bias, elementwise
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from wf_backends.autochunk.slicing.call import Call, Reads, Rows, Rule, Table, aten, same_rows
+
+
+def group_statistics(x: Tensor, groups: int, eps: float) -> Tensor:
+    """Mean and 1 / sqrt(variance + eps) of each group.
+
+    Calls torch's kernel for one group at a time. The kernel also returns the normalized group, so
+    that at most the bytes of one group are allocated beside `x`.
+
+    Args:
+        x: (batch, channels, space ...), any float dtype.
+
+    Returns:
+        (batch, groups, 2): mean and rstd, in float32, of a float64 `x` in float64.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    group_sizes = (len(x), x.shape[1] // groups, x[0, 0].numel())  # batch, channels, space
+    mean_rstd = [
+        torch.native_group_norm(part.to(dtype).contiguous(), None, None, *group_sizes, 1, eps)[1:]
+        for part in x.chunk(groups, dim=1)
+    ]
+    return torch.stack([torch.cat(values, 1) for values in zip(*mean_rstd, strict=True)], -1)
+
+
+def group_normalize(
+    x: Tensor, statistics: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Normalizes `x` with the statistics of its groups, elementwise.
+
+    Args:
+        x: (batch, channels, space ...), or a slice of it along space.
+        statistics: (batch, groups, 2), over the whole space.
+        weight, bias: (channels,), or None.
+    """
+    mean, rstd = statistics.repeat_interleave(x.shape[1] // groups, 1).unbind(-1)
+    scale = rstd if weight is None else rstd * weight
+    shift = -mean * scale if bias is None else bias - mean * scale
+    over_space = (..., *[None] * (x.ndim - 2))
+    return torch.addcmul(shift[over_space], x.to(scale.dtype), scale[over_space]).to(x.dtype)
+
+
+def split_group_norms(graph: fx.Graph) -> None:
+    """Replaces every group norm whose dtype autocast does not change by the two functions above."""
+    for node in graph.find_nodes(op="call_function", target=aten.group_norm.default):
+        call = Call.from_node(node)
+        if call["input"].meta["val"].dtype != node.meta["val"].dtype:
+            continue
+        x, groups, parameters = call["input"], call["num_groups"], (call["weight"], call["bias"])
+        with graph.inserting_before(node):
+            statistics = graph.call_function(group_statistics, (x, groups, call["eps"]))
+            normalize = graph.call_function(group_normalize, (x, statistics, groups, *parameters))
+        value = x.meta["val"]
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        statistics.meta = {**node.meta, "val": value.new_empty(len(value), groups, 2, dtype=dtype)}
+        normalize.meta = dict(node.meta)
+        node.replace_all_uses_with(normalize)
+        graph.erase_node(node)
+
+
+def join_group_norms(graph: fx.Graph) -> None:
+    """Undoes `split_group_norms` wherever no region contains one of the two passes."""
+    for node in graph.find_nodes(op="call_function", target=group_normalize):
+        x, statistics, groups, weight, bias = node.args
+        if not isinstance(statistics, fx.Node) or statistics.target is not group_statistics:
+            continue
+        with graph.inserting_before(node):
+            eps = statistics.args[2]
+            joined = graph.call_function(aten.group_norm.default, (x, groups, weight, bias, eps))
+        joined.meta = dict(node.meta)
+        node.replace_all_uses_with(joined)
+        graph.erase_node(node)
+        if not statistics.users:
+            graph.erase_node(statistics)
+
+
+def batch_only(call: Call, dim: int) -> Reads | None:
+    """The same rows of the first tensor, along the batch alone."""
+    return same_rows(call, dim) if dim == 0 else None
+
+
+def normalize_reads(call: Call, dim: int) -> Reads | None:
+    """Sliced along the batch or space; the channels of a group share its statistics."""
+    if dim == 1:
+        return None
+    return {"x": Rows(dim), "statistics": Rows(0) if dim == 0 else None}
+
+
+TABLE: Table = {
+    aten.group_norm: Rule(batch_only),
+    group_statistics: Rule(batch_only),
+    group_normalize: Rule(normalize_reads),
+}

@@ -1,0 +1,140 @@
+"""The rule for scaled dot-product attention; query, key, value: (..., heads, rows, head_dim)."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+from torch import Tensor, fx
+
+from wf_backends.autochunk.slicing.call import (
+    Call,
+    Reads,
+    Rows,
+    Rule,
+    Slice,
+    Table,
+    aten,
+    broadcast,
+)
+from wf_backends.kernels import CUDNN_MULTIPLE, KERNELS, KernelSpec, Scores, merge
+from wf_backends.schedule import CAUSAL, FULL, Band
+
+ROWS, HEADS = 2, 3  # these dimensions are -ROWS and -HEADS
+# torch's CustomMaskType::CausalFromBottomRight (native/transformers/cuda/sdp_utils.h)
+CAUSAL_FROM_BOTTOM_RIGHT = 2
+
+
+def attention(call: Call, dim: int) -> Reads | None:
+    """Sliced along batch, heads or query rows; a slice of query rows reads all keys and values."""
+    from_end = len(call.shape) - dim
+    if call["dropout_p"] > 0 or from_end < ROWS:
+        return None
+    square = call.size("query")[-ROWS] == call.size("key")[-ROWS]
+    if from_end == ROWS and call["is_causal"] and not square:
+        return None
+    mask = broadcast(call.size("attn_mask"), dim, call.shape) if call.has("attn_mask") else None
+    reads: dict[str, Rows | None] = {
+        "query": broadcast(call.size("query"), dim, call.shape),
+        "attn_mask": mask,
+    }
+    if from_end > ROWS:
+        grouped = call["enable_gqa"] and from_end == HEADS
+        reads |= {name: key_reads(call.size(name), dim, call, grouped) for name in ("key", "value")}
+    return reads
+
+
+def key_reads(size: tuple[int, ...], dim: int, call: Call, grouped: bool) -> Rows | None:
+    """What a slice of the batch or the heads reads of keys or values of shape `size`; `grouped`: of
+    the heads, several of which share a key head."""
+    if grouped and size[-HEADS] > 1:
+        return Rows(dim, Fraction(size[-HEADS], call.shape[dim]))
+    return broadcast(size, dim, call.shape)
+
+
+def write_attention(slice_: Slice) -> fx.Node:
+    """Attention of a slice; causal rows [lo, hi) get keys [0, hi) alone."""
+    if not slice_.call["is_causal"] or len(slice_.call.shape) - slice_.dim != ROWS:
+        return slice_.call_same()
+    key, value = (
+        slice_.call_function(aten.slice.Tensor, slice_.arguments[name], -ROWS, 0, slice_.hi)
+        for name in ("key", "value")
+    )
+    if slice_.lo == 0:  # as many keys as rows: causal attention as it is
+        return slice_.call_same(key=key, value=value)
+    if _supports_attend_rows(slice_.call):
+        return slice_.call_function(
+            attend_rows, slice_.arguments["query"], key, value, slice_.lo, slice_.call["scale"]
+        )
+    size, device = (slice_.hi - slice_.lo, slice_.hi), slice_.call["query"].meta["val"].device
+    ones = slice_.call_function(aten.ones.default, size, dtype=torch.bool, device=device)
+    mask = slice_.call_function(aten.tril.default, ones, slice_.lo)
+    return slice_.call_same(key=key, value=value, attn_mask=mask, is_causal=False)
+
+
+def _supports_attend_rows(call: Call) -> bool:
+    """Whether torch has a kernel for these tensors and this device that `attend_rows` can call."""
+    query = call["query"].meta["val"]
+    spec = KernelSpec(
+        device=query.device.type,
+        dtype=query.dtype,
+        head_dim=query.shape[-1],
+        heads=query.shape[-HEADS],
+        kv_heads=call.size("key")[-HEADS],
+        value_dim=call.size("value")[-1],
+    )
+    supported = KERNELS["sdpa"]().refuses(spec) is None or _is_for_memory_efficient(spec)
+    return query.ndim == 4 and supported
+
+
+def _is_for_memory_efficient(spec: KernelSpec) -> bool:
+    """Whether torch's memory-efficient kernel computes it: aligned float32 on CUDA."""
+    aligned = spec.head_dim % 4 == 0 and (spec.value_dim or 0) % 4 == 0
+    on_cuda = spec.device == "cuda" and torch.version.hip is None
+    return on_cuda and spec.dtype is torch.float32 and aligned
+
+
+def attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, before: int, scale: float | None
+) -> Tensor:
+    """Causal attention of rows [before, before + i), without a mask of rows x keys.
+
+    Attention to the first `before` keys, which every row sees, is merged with causal attention to
+    the last i keys. On CUDA one kernel call computes both, except for tiles that cuDNN may compute.
+
+    Args:
+        query: (b, h, i, d). key, value: (b, g, before + i, d), g divides h.
+
+    Returns:
+        (b, h, i, d).
+    """
+    kernel, scores = KERNELS["sdpa"](), Scores(query.shape[-1] ** -0.5 if scale is None else scale)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if query.is_cuda:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        if q.dtype is torch.float32:
+            return _memory_efficient(q, k, v, scores.scale).transpose(1, 2)
+        if q.shape[1] % CUDNN_MULTIPLE or before % CUDNN_MULTIPLE:
+            return kernel.forward(q, k, v, scores, Band(right=before))[0].transpose(1, 2)
+    (early_k, k), (early_v, v) = (x.split((before, q.shape[1]), 1) for x in (k, v))
+    out, lse = kernel.forward(q, k, v, scores, CAUSAL)
+    early, early_lse = kernel.forward(q, early_k, early_v, scores, FULL)
+    out = out.to(torch.promote_types(out.dtype, torch.float32))
+    lse = lse.to(out.dtype)  # torch 2.11 returns a fake float32 lse for float64 inputs
+    merge(out, lse.transpose(1, 2), early, early_lse.transpose(1, 2))
+    return out.to(query.dtype).transpose(1, 2)
+
+
+def _memory_efficient(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """As `attend_rows`, by torch's memory-efficient kernel, which needs a key head for each query
+    head. q: (b, i, h, d). k, v: (b, before + i, g, d)."""
+    groups = q.shape[2] // k.shape[2]
+    if groups > 1:
+        k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
+    dropout_p, mask_type = 0.0, CAUSAL_FROM_BOTTOM_RIGHT
+    return aten._efficient_attention_forward.default(
+        q, k, v, None, None, None, None, None, dropout_p, mask_type, scale=scale
+    )[0]
+
+
+TABLE: Table = {aten.scaled_dot_product_attention: Rule(attention, write_attention)}

@@ -1,0 +1,112 @@
+"""Rules for elementwise operators, and for operators that combine elements along some dimensions
+and can be sliced along all others: norms, reductions, sorting."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from wf_backends.autochunk.slicing.call import (
+    Call,
+    Reads,
+    Rows,
+    Rule,
+    Slice,
+    Table,
+    aten,
+    axis,
+    broadcast,
+    same_rows,
+    table,
+)
+
+
+def pointwise(call: Call, dim: int) -> Reads | None:
+    """The same rows of every tensor, or the whole tensor where it is broadcast along `dim`."""
+    if any(isinstance(value, list | tuple) for value in call.values.values()):
+        return None
+    return {name: broadcast(call.size(name), dim, call.shape) for name in call.tensors()}
+
+
+def unary(call: Call, dim: int) -> Reads | None:
+    """The same rows of the first tensor; a second one only gives its dtype or a parameter."""
+    first = next(iter(call.tensors()))
+    return same_rows(call, dim) if call.size(first) == call.shape else None
+
+
+def dropout(call: Call, dim: int) -> Reads | None:
+    """The identity in evaluation; a wall where it draws random numbers."""
+    return None if call["train"] and call["p"] > 0 else {"input": Rows(dim)}
+
+
+def write_triangle(slice_: Slice) -> fx.Node:
+    """Shifts the diagonal right by the number of rows before the slice, or left by the columns."""
+    from_end = len(slice_.call.shape) - slice_.dim
+    shift = {2: slice_.lo, 1: -slice_.lo}.get(from_end, 0)
+    return slice_.call_same(diagonal=slice_.call["diagonal"] + shift)
+
+
+def combined_dims(call: Call, ndim: int) -> set[int]:
+    """The dimensions that the argument `dim` (or `dims`) names; all if it is None or empty."""
+    dims = call.get("dim", call.get("dims"))
+    if dims is None or dims == []:
+        return set(range(ndim))
+    return {axis(d, ndim) for d in (dims if isinstance(dims, list | tuple) else [dims])}
+
+
+def along_other_dims(call: Call, dim: int) -> Reads | None:
+    """The same rows of every tensor, along a dimension along which no elements are combined."""
+    if dim in combined_dims(call, len(call.shape)):
+        return None
+    return {name: broadcast(call.size(name), dim, call.shape) for name in call.tensors()}
+
+
+def reduction(call: Call, dim: int) -> Reads | None:
+    """A remaining dimension; reduced dimensions are not in the output, or of size 1 (`keepdim`)."""
+    if call.get("keepdim"):
+        return {"self": Rows(dim)}
+    ndim = len(call.size("self"))
+    reduced = combined_dims(call, ndim)
+    remaining = [d for d in range(ndim) if d not in reduced]
+    return {"self": Rows(remaining[dim])}
+
+
+def norm(call: Call, dim: int) -> Reads | None:
+    """layer_norm and rms_norm: dimensions before the normalized ones."""
+    return {"input": Rows(dim)} if dim < len(call.shape) - len(call["normalized_shape"]) else None
+
+
+def one_hot(call: Call, dim: int) -> Reads | None:
+    """A dimension of the input; a wall where the number of classes depends on the values."""
+    is_input_dim = dim < len(call.shape) - 1
+    return {"self": Rows(dim)} if is_input_dim and call["num_classes"] >= 0 else None
+
+
+POINTWISE = Rule(pointwise)
+
+TABLE: Table = {
+    **table(  # elementwise operators without torch.Tag.pointwise
+        POINTWISE,
+        "__and__ __or__ __xor__ add copy divide expand_as fill floor_divide greater "
+        "greater_equal hardswish isclose less less_equal log_sigmoid masked_fill multiply "
+        "not_equal polar rsub sub subtract true_divide type_as where",
+    ),
+    **table(
+        Rule(unary),
+        "_to_copy alias clone contiguous detach full_like lift_fresh_copy ones_like to "
+        "zero zeros_like",
+    ),
+    **table(Rule(dropout), "dropout feature_dropout alpha_dropout"),
+    **table(Rule(same_rows, write_triangle), "tril triu"),
+    **table(
+        Rule(along_other_dims),
+        "argsort cummax cummin cumprod cumsum flip glu linalg_cross log_softmax _log_softmax "
+        "logcumsumexp roll slice_scatter softmax _softmax sort topk",
+    ),
+    **table(
+        Rule(reduction),
+        "all amax amin any argmax argmin count_nonzero kthvalue linalg_norm linalg_vector_norm "
+        "logsumexp max mean median min nansum norm prod std std_mean sum var var_mean",
+    ),
+    **table(Rule(norm), "layer_norm rms_norm"),
+    aten.one_hot: Rule(one_hot),
+}

@@ -1,0 +1,24 @@
+"""Training under a memory budget: modules, logits and loss are computed tile by tile.
+
+In reading order: `training` plans; `tileable` proves on the graph what may be tiled;
+`training_peak` predicts memory on fake tensors; `tiles` applies `tiled_call` and `tiled_loss`.
+"""
+
+from wf_backends.autochunk.tiling.handle import Handle
+from wf_backends.autochunk.tiling.tiles import Tiles, tile_modules
+from wf_backends.autochunk.tiling.training import (
+    TrainingPlan,
+    apply_training,
+    plan_training,
+    tile_training,
+)
+
+__all__ = [
+    "Handle",
+    "Tiles",
+    "TrainingPlan",
+    "apply_training",
+    "plan_training",
+    "tile_modules",
+    "tile_training",
+]

@@ -1,0 +1,262 @@
+"""Training under a memory budget: finds which modules to tile, and in how many tiles.
+
+The loss comes first: its logits take most memory, and its tiles cost least. Then come modules in
+the order of bytes saved for each repeated operation. A choice is kept if a run of the whole step on
+fake tensors has a lower peak.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import fx, nn
+from torch.distributed import ProcessGroup
+
+from wf_backends._validation import read_json
+from wf_backends.autochunk.graph import (
+    CaptureError,
+    Effects,
+    bind,
+    capture,
+    checked_budget,
+    register_containers,
+)
+from wf_backends.autochunk.tiling.handle import Handle
+from wf_backends.autochunk.tiling.tileable import Candidate, candidates, head_candidate
+from wf_backends.autochunk.tiling.tiled_loss import torch_has_the_loss
+from wf_backends.autochunk.tiling.tiles import Tiles, install, tile_modules
+from wf_backends.autochunk.tiling.training_peak import training_peak
+
+MIN_INNER_RATIO = 2
+"""A module is worth tiling if inner_bytes / io_bytes is at least this."""
+MIN_ROWS = 128
+"""A tile has at least these rows, and where the budget demands it MIN_ROWS_FOR_BUDGET."""
+MIN_ROWS_FOR_BUDGET = 16
+FORWARDS_PER_STEP = 3
+"""Operations of a step / those of its forward: the backward has twice as many."""
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What is tiled in training. Plain data.
+
+    Attributes:
+        tiles: the modules, the loss first.
+        peak, peak_before: bytes of a step with and without tiles, beyond parameters, their
+            gradients and inputs.
+        slowdown: the share of a step's operations that is computed again.
+        refused: (class, reason) of modules that are worth tiling but may not be tiled.
+    """
+
+    tiles: tuple[Tiles, ...]
+    peak: int
+    peak_before: int
+    slowdown: float
+    refused: tuple[tuple[str, str], ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    @staticmethod
+    def from_json(text: str) -> TrainingPlan:
+        """The plan that `to_json` wrote. Raises ValueError, naming the key that is wrong."""
+        return read_json(TrainingPlan, text, "training plan")
+
+    def explain(self) -> str:
+        """The plan as text."""
+        saved = 1 - self.peak / max(1, self.peak_before)
+        before, after = (f"{peak / 2**20:.1f} MiB" for peak in (self.peak_before, self.peak))
+        lines = [
+            f"training step: {before} -> {after} ({saved:.0%} saved), "
+            f"{self.slowdown:.1%} of its operations repeated"
+        ]
+        for tiles in self.tiles:
+            what = "logits and loss" if tiles.loss else f"dimension {tiles.dim}"
+            lines.append(f"  {tiles.module}: {tiles.tiles} tiles of its {what}")
+        lines += [f"  not tiled: {class_name}, {reason}" for class_name, reason in self.refused]
+        return "\n".join(lines)
+
+
+def plan_training(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    max_memory: int | float | str | None = None,
+    max_slowdown: float = 0.1,
+) -> TrainingPlan:
+    """Plan the tiles with which a training step of `model` fits `max_memory`.
+
+    Call it before DDP, FSDP2 or DeepSpeed wrap the model. It runs the model on fake tensors only.
+
+    Args:
+        args, kwargs: inputs as in training, with "labels" if the model computes its loss; their
+            values do not matter.
+        max_memory: bytes beyond parameters, gradients and inputs, or a size such as "8GB"; a float
+            below 1 is a share of what the step needs without tiles; None: as little as possible
+            within `max_slowdown`.
+        max_slowdown: the largest share of the step's operations that may be repeated.
+
+    Raises:
+        ValueError: if the budget is no valid one, or no plan meets it (with the bytes of the
+            closest plan); if the model cannot be captured (with the reason).
+    """
+    budget = checked_budget(max_memory, max_slowdown)
+    search = _Search(model, args, dict(kwargs or {}))
+    peak_before = search.peak([])
+    plan = TrainingPlan((), peak_before, peak_before, 0.0, search.refused)
+    target = budget.in_bytes(peak_before).memory
+    for group in search.groups:
+        if target is not None and plan.peak <= target:
+            break
+        plan = search.extended(plan, group, max_slowdown)
+    while target is not None and plan.peak > target:
+        finer = search.finer(plan)
+        if finer is None:
+            raise ValueError(search.budget_error(plan, max_memory, target, max_slowdown))
+        plan = finer
+    return plan
+
+
+def apply_training(
+    model: nn.Module, plan: TrainingPlan, group: ProcessGroup | None = None
+) -> Handle:
+    """Tile `model` as `plan` says; see `tile_modules`."""
+    return tile_modules(model, plan.tiles, group)
+
+
+def tile_training(model: nn.Module, plan: object) -> nn.Module:
+    """Tile the model in place; return it with the attributes `plan`, `explain` and `remove`.
+
+    Raises:
+        ValueError: if `plan` is no plan for training.
+    """
+    if not isinstance(plan, TrainingPlan):
+        raise ValueError(
+            f"plan must be a TrainingPlan for a model in training, got a {type(plan).__name__}: "
+            "call model.eval() first"
+        )
+    handle = apply_training(model, plan)
+    attributes = {"plan": plan, "explain": plan.explain, "remove": handle.remove}
+    for name, value in attributes.items():
+        handle.set(model, name, value)
+    return model
+
+
+class _Search:
+    """The candidates of one model and form of inputs, and the cost of tiling them.
+
+    `groups` are the equal modules of all layers together, in the order in which they are tiled.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.model = model
+        register_containers()
+        self.args, self.kwargs = bind(model, args, kwargs)
+        captured = capture(model, self.args, self.kwargs)
+        self._effects = Effects()
+        self._step_flops = FORWARDS_PER_STEP * max(1, self._flops(captured.graph.nodes))
+        found = candidates(captured, model, self._effects)
+        heavy = [c for c in found if c.inner_bytes >= MIN_INNER_RATIO * c.io_bytes]
+        self.groups = self._grouped([c for c in heavy if not c.reason])
+        refused = [c for c in heavy if c.reason and _is_innermost_refused(c, heavy)]
+        head = head_candidate(captured, model)
+        if head is not None and head.reason:
+            refused.append(head)
+        elif head is not None:
+            self.groups.insert(0, [head])
+        self.refused = tuple({c.class_name: c.reason for c in refused}.items())
+        self._rows = {c.module: c.rows for group in self.groups for c in group}
+
+    def peak(self, tiles: Sequence[Tiles]) -> int:
+        """The peak bytes of a step with these tiles."""
+        with install(self.model, tiles):
+            return training_peak(self.model, self.args, self.kwargs)
+
+    def extended(
+        self, plan: TrainingPlan, group: Sequence[Candidate], max_slowdown: float
+    ) -> TrainingPlan:
+        """The plan with as many of `group` as the slowdown allows; `plan` if that saves nothing."""
+        cost, count = self._slowdown(group[0]), len(group)
+        if cost > 0:
+            count = min(count, int((max_slowdown - plan.slowdown) / cost + 1e-9))
+        if count < 1:
+            return plan
+        added = [Tiles(c.module, c.dim, _tile_count(c), c.loss) for c in group[:count]]
+        tiles = (*plan.tiles, *added)
+        try:
+            peak = self.peak(tiles)
+        except (CaptureError, NotImplementedError) as error:  # e.g. an argument counts the rows
+            reason = f"no tiles: {str(error).partition(': ')[2]}"
+            return replace(plan, refused=(*plan.refused, (group[0].class_name, reason)))
+        if peak >= plan.peak:
+            return plan
+        return replace(plan, tiles=tiles, peak=peak, slowdown=plan.slowdown + count * cost)
+
+    def finer(self, plan: TrainingPlan) -> TrainingPlan | None:
+        """The plan with twice as many tiles; None if that saves less than 1 %, or does not run."""
+        tiles: tuple[Tiles, ...] = ()
+        for spec in plan.tiles:
+            max_tiles = self._rows[spec.module] // MIN_ROWS_FOR_BUDGET
+            tiles += (replace(spec, tiles=max(spec.tiles, min(2 * spec.tiles, max_tiles))),)
+        if tiles == plan.tiles:
+            return None
+        try:
+            peak = self.peak(tiles)
+        except (CaptureError, NotImplementedError):
+            return None
+        return replace(plan, tiles=tiles, peak=peak) if peak < 0.99 * plan.peak else None
+
+    def budget_error(
+        self, plan: TrainingPlan, max_memory: Any, target: float, max_slowdown: float
+    ) -> str:
+        """The error for a budget that no plan meets."""
+        tiled_modules = {tiles.module for tiles in plan.tiles}
+        smallest = plan
+        for group in self.groups:
+            untiled = [c for c in group if c.module not in tiled_modules]
+            smallest = self.extended(smallest, untiled, 1.0) if untiled else smallest
+        message = (
+            f"max_memory {max_memory!r} ({target} bytes) is too little for a training step: the "
+            f"closest plan within max_slowdown {max_slowdown} needs {plan.peak} bytes, without "
+            f"tiles it is {plan.peak_before}"
+        )
+        slowdown, peak = smallest.slowdown, smallest.peak
+        if peak < plan.peak:
+            message += f"; max_slowdown {slowdown:.2f} would allow one that needs {peak}"
+        return message
+
+    def _flops(self, nodes: Iterable[fx.Node]) -> int:
+        calls = (node for node in nodes if node.op == "call_function")
+        return sum(self._effects.of(node).flops for node in calls)
+
+    def _slowdown(self, candidate: Candidate) -> float:
+        """The share of a step's operations that the tiles of a module repeat."""
+        if candidate.loss and torch_has_the_loss(self.model.get_submodule(candidate.module)):
+            return 0.0
+        return self._flops(candidate.nodes) / self._step_flops
+
+    def _grouped(self, tileable: Sequence[Candidate]) -> list[list[Candidate]]:
+        """Groups of equal modules; first the one that saves most for what it repeats."""
+        groups: dict[Any, list[Candidate]] = {}
+        for c in tileable:
+            groups.setdefault((c.class_name, c.inner_bytes, c.io_bytes, c.dim), []).append(c)
+
+        def saved_for_slowdown(group: list[Candidate]) -> float:
+            return group[0].inner_bytes / max(self._slowdown(group[0]), 1e-9)
+
+        return sorted(groups.values(), key=saved_for_slowdown, reverse=True)
+
+
+def _tile_count(candidate: Candidate) -> int:
+    """So many tiles that inner_bytes of a tile are half of io_bytes, with MIN_ROWS rows or more."""
+    count = -(-2 * candidate.inner_bytes // candidate.io_bytes)
+    return max(2, min(count, candidate.rows // MIN_ROWS))
+
+
+def _is_innermost_refused(candidate: Candidate, others: Sequence[Candidate]) -> bool:
+    """Whether no module inside the candidate is refused as well."""
+    prefix = f"{candidate.module}."
+    return not any(other.reason and other.module.startswith(prefix) for other in others)
