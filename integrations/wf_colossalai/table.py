@@ -28,7 +28,7 @@ class AttentionModule:
     """Suffixes of class names of language models; "" allows any. Classifiers are always allowed."""
     methods: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Methods that replace the module's, for modules that do not use transformers' registry of
-    attention. In them `self.wallfacer` is a `wf_transformers.attention.Attention`."""
+    attention. In them `self.wallfacer` is a `wf_transformers.attention.function.Attention`."""
     cut: Literal["tokens", "patches"] = "tokens"
     """What is split: the input ids of the model, or the output of a ViT's embeddings."""
 

@@ -12,20 +12,20 @@ from wf_transformers.attach import (
     scope_documents,
     without_documents,
 )
+from wf_transformers.attention.documents import MASK_ARGUMENTS, mask_arguments
+from wf_transformers.attention.registry import register
 from wf_transformers.batch import forward_kwargs
-from wf_transformers.checkpoints import CHECKPOINTING, Checkpointing
 from wf_transformers.comparison.verify import VERIFY, verify
-from wf_transformers.documents import MASK_ARGUMENTS, mask_arguments
 from wf_transformers.entry import apply, attach, attach_model, connect, connect_any
 from wf_transformers.families.media import shard_media
 from wf_transformers.families.stacks import shard_between
-from wf_transformers.folder import model_from_folder
+from wf_transformers.folders.load import model_from_folder
 from wf_transformers.handle import Handle, data_parallel
+from wf_transformers.memory.checkpoints import CHECKPOINTING, Checkpointing
+from wf_transformers.memory.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
 from wf_transformers.models import head_of, outermost
 from wf_transformers.options import MODEL_KEYS, ModelOptions, attach_by, attach_compared
-from wf_transformers.registry import register
 from wf_transformers.replace import InPlaceOfTorchAttention, temporarily_replace
-from wf_transformers.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
 from wf_transformers.whole_batches.hooks import WholeBatchHooks
 from wf_transformers.whole_batches.loaders import counted_by_group
 from wf_transformers.whole_batches.trainer import compared_first, counted_once, loss_only

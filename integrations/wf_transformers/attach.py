@@ -14,7 +14,10 @@ from transformers.models.vit.modeling_vit import ViTModel
 from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_backends.dsp import DynamicSequenceParallel, Mode, Stages, receivers, spread
-from wf_transformers.attention import UNSUPPORTED
+from wf_transformers.attention.documents import MASK_ARGUMENTS, mask_arguments
+from wf_transformers.attention.function import UNSUPPORTED
+from wf_transformers.attention.positions import offset_positions
+from wf_transformers.attention.registry import register_free, registered_for
 from wf_transformers.calls import (
     TOKENS,
     by_name,
@@ -25,7 +28,6 @@ from wf_transformers.calls import (
     takes_any_keyword,
     tokens_of,
 )
-from wf_transformers.documents import MASK_ARGUMENTS, mask_arguments
 from wf_transformers.families.experts import RouterLoss, has_router_loss
 from wf_transformers.families.media import hook_media, language_model, media_of
 from wf_transformers.families.mixing import has_mixers, refuse_unspreadable, spread_mixers
@@ -43,8 +45,6 @@ from wf_transformers.models import (
     uses_registry,
     warn_about_windows,
 )
-from wf_transformers.positions import offset_positions
-from wf_transformers.registry import register_free, registered_for
 from wf_transformers.rng import RankRng
 from wf_transformers.tensor_parallel import check_tensor_parallel
 

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from wf_backends.parallel import at_least_one
 from wf_transformers.attach import is_applied
+from wf_transformers.attention.documents import mask_arguments
+from wf_transformers.attention.masks import placeholder_mask
+from wf_transformers.attention.registry import registered_for
 from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
-from wf_transformers.documents import mask_arguments
 from wf_transformers.families.experts import ROUTER_MASK, has_router_loss
 from wf_transformers.families.mixing import refuse_missing_apply, refuse_unspreadable
 from wf_transformers.families.stacks import is_cut_inside
 from wf_transformers.families.table import builds_masks
-from wf_transformers.masks import placeholder_mask
 from wf_transformers.models import outermost
-from wf_transformers.registry import registered_for
 from wf_transformers.whole_batches.custom_loss import refuse_custom_loss
 
 # From 4.53 on, checkpointed layers get all keyword arguments again when they are recomputed.

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from wf_transformers.documents import NOT_CUT
+from wf_transformers.attention.documents import NOT_CUT
 
 ON_ONE_PROCESS = "generate on one process, with a model that is not connected to WallFacer"
 RIGHT = "call the model with what sp.shard_batch and wf_transformers.forward_kwargs give"

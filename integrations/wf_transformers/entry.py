@@ -17,15 +17,15 @@ from wf_transformers.attach import (
     no_registry_error,
     prepare,
 )
-from wf_transformers.attention import Attention
-from wf_transformers.checkpoints import CHECKPOINTING
+from wf_transformers.attention.function import Attention
+from wf_transformers.attention.registry import registered_for
 from wf_transformers.comparison.verify import VERIFY, Mode
 from wf_transformers.families.mixing import refuse_mixing
 from wf_transformers.families.table import modules_without_registry
 from wf_transformers.handle import Handle
+from wf_transformers.memory.checkpoints import CHECKPOINTING
 from wf_transformers.models import outermost, refuse_virtual_tokens
 from wf_transformers.options import LATENTS, ModelOptions, attach_compared
-from wf_transformers.registry import registered_for
 
 
 def attach(

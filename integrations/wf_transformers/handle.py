@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from wf_backends import SequenceParallel
 from wf_backends.parallel import IGNORE_INDEX
-from wf_transformers.attention import Attention
+from wf_transformers.attention.function import Attention
 from wf_transformers.replace import set_until
 
 OPERATIONS = "floating_point_ops"

@@ -17,14 +17,14 @@ from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_transformers.attach import send_latents
 from wf_transformers.calls import by_name, parameter_names, tokens_of
-from wf_transformers.checkpoints import CHECKPOINTING, Checkpointing, checkpoint_activations
 from wf_transformers.comparison.first_step import FirstStep, InnerCalls
 from wf_transformers.comparison.runs import Gather
 from wf_transformers.comparison.verify import VERIFY, Mode, check_mode, verify
 from wf_transformers.families.stacks import is_cut_inside
 from wf_transformers.handle import Handle
+from wf_transformers.memory.checkpoints import CHECKPOINTING, Checkpointing, checkpoint_activations
+from wf_transformers.memory.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
 from wf_transformers.models import outermost
-from wf_transformers.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
 
 LATENTS = "latents"
 MODEL_KEYS = (CHECKPOINTING, AUTOCHUNK, VERIFY, LATENTS)

@@ -18,7 +18,7 @@ from wf_backends.cli import readers  # noqa: E402
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The config of a Llama as wide as that of 70 billion parameters, with two layers."""
-    value = "wf_transformers.skeleton:skeleton"
+    value = "wf_transformers.folders.skeleton:skeleton"
     point = EntryPoint("transformers", value, command.SKELETONS)
     monkeypatch.setattr(readers, "entry_points", lambda group: [point])
     transformers.LlamaConfig(

@@ -146,7 +146,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> Path:
     class Entry:
         @staticmethod
         def load():  # type: ignore[no-untyped-def]
-            from wf_transformers.folder import generator
+            from wf_transformers.folders.load import generator
 
             return generator
 

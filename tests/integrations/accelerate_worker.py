@@ -30,7 +30,7 @@ from tests.integrations.deepspeed_trainer import (
     leave_job,
     training_arguments,
 )
-from wf_transformers.checkpoints import inputs_on_host
+from wf_transformers.memory.checkpoints import inputs_on_host
 
 Case = dict[str, Any]
 Result = dict[str, Any]

@@ -42,7 +42,7 @@ from tests.integrations.colossalai_models import (
 from tests.integrations.colossalai_training import OPTIMIZERS, Data, Training, steps_of
 from wf_backends.autochunk.tiling.tiled_call import TiledCall
 from wf_colossalai.cpu import cpu_accelerator
-from wf_transformers.checkpoints import inputs_on_host
+from wf_transformers.memory.checkpoints import inputs_on_host
 
 REFERENCE_OPTIMIZERS = OPTIMIZERS | {
     "hybrid_adam": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.01)

@@ -28,7 +28,7 @@ import wf_deepspeed
 import wf_transformers
 from tests.helpers import destroy_groups
 from tests.integrations.deepspeed_jobs import dense_loss_sum, tiny_llama, token_batches
-from wf_transformers.checkpoints import inputs_on_host
+from wf_transformers.memory.checkpoints import inputs_on_host
 
 
 def main(folder: Path) -> None:

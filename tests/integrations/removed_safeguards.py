@@ -38,7 +38,7 @@ def allowed_inner_calls() -> Iterator[None]:
     with (
         patch.object(hooks, "inner_models", lambda _: ()),
         patch("wf_transformers.attach.inner_models", lambda _: ()),
-        patch("wf_transformers.documents.Documents.check_rows", lambda *_: None),
+        patch("wf_transformers.attention.documents.Documents.check_rows", lambda *_: None),
         patch.object(WholeBatchHooks, "_refuse_inner_call", lambda *_: None),
     ):
         yield

@@ -27,7 +27,7 @@ from wf_backends.comm import World  # noqa: E402
 from wf_backends.lowering import Shape  # noqa: E402
 from wf_backends.planner import Choice, Request, Workload, price_plan  # noqa: E402
 from wf_backends.schedule import in_rank_order, make_mask  # noqa: E402
-from wf_transformers.shape import model_shape  # noqa: E402
+from wf_transformers.folders.shape import model_shape  # noqa: E402
 
 SEQLEN = 512
 TOLERANCE = 0.1  # relative

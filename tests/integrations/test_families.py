@@ -28,7 +28,7 @@ from tests.integrations.families import (  # noqa: E402
 )
 from tests.integrations.results import Result, assert_shares_sum_to, run_on_shard  # noqa: E402
 from tests.integrations.transformers_models import gradients, sequence_parallel  # noqa: E402
-from wf_transformers import positions  # noqa: E402
+from wf_transformers.attention import positions  # noqa: E402
 from wf_transformers.comparison.verify import Report  # noqa: E402
 from wf_transformers.families import table  # noqa: E402
 from wf_transformers.families.table import TABLE  # noqa: E402

@@ -46,7 +46,7 @@ from wf_transformers import (  # noqa: E402
     attach_pretrained,
     forward_kwargs,
 )
-from wf_transformers.documents import Documents  # noqa: E402
+from wf_transformers.attention.documents import Documents  # noqa: E402
 
 STRICT = ModelOptions(verify="strict")
 TRAINS = nullcontext()

@@ -9,8 +9,8 @@ pytest.importorskip("transformers")
 
 import wf_transformers  # noqa: E402
 from tests.integrations.transformers_models import batch, model_on_one_rank  # noqa: E402
+from wf_transformers.attention.documents import Documents  # noqa: E402
 from wf_transformers.batch import LAYERS_KEEP_KEYWORDS  # noqa: E402
-from wf_transformers.documents import Documents  # noqa: E402
 
 IDS = batch(seqlen=8)["input_ids"]
 PACKED = {"input_ids": IDS, "cu_seqlens": (0, 3, 8)}

@@ -26,7 +26,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
 )
 from wf_backends import SequenceParallel  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
-from wf_transformers.registry import mask_function, register_free  # noqa: E402
+from wf_transformers.attention.registry import mask_function, register_free  # noqa: E402
 
 
 @pytest.fixture

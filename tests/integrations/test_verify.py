@@ -44,8 +44,8 @@ from tests.integrations.verify_models import (  # noqa: E402
     vision_model,
 )
 from wf_transformers import attach, verify  # noqa: E402
+from wf_transformers.attention.documents import Documents  # noqa: E402
 from wf_transformers.comparison.verify import Mode, Report  # noqa: E402
-from wf_transformers.documents import Documents  # noqa: E402
 
 MAX_ROUNDING = 1e-5  # relative, of models in float32
 

@@ -18,12 +18,12 @@ from wf_backends._compile import eager
 from wf_backends.comm import ThreadComm
 from wf_backends.parallel import IGNORE_INDEX
 from wf_backends.schedule import SLICE_ARGUMENTS
+from wf_transformers.attention.documents import MASK_ARGUMENTS
 from wf_transformers.calls import LABELS, TOKENS, by_name, parameter_names, tokens_of
 from wf_transformers.comparison.changes import Changes
 from wf_transformers.comparison.random_batch import SAMPLES, random_tokens, short_seqlen
 from wf_transformers.comparison.runs import Call, Comparison
 from wf_transformers.comparison.verify import Mode, as_before, compare, conclude, find_obstacle
-from wf_transformers.documents import MASK_ARGUMENTS
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.handle import Handle
 from wf_transformers.models import inner_models, outermost

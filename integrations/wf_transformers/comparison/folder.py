@@ -16,8 +16,8 @@ from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator, run_threads
 from wf_transformers.comparison.verify import Report, verify
 from wf_transformers.entry import attach_model
+from wf_transformers.folders.shape import refused_by_name
 from wf_transformers.handle import Handle
-from wf_transformers.shape import refused_by_name
 from wf_transformers.whole_batches.hooks import WholeBatchHooks
 
 WEIGHTS = ("*.safetensors", "*.bin")

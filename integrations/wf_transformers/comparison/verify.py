@@ -23,13 +23,13 @@ from wf_backends import SequenceParallel
 from wf_backends.comm import fingerprint, gather_small
 from wf_backends.dsp import TOLERANCE, Mode
 from wf_backends.schedule import LAYOUTS
-from wf_transformers.checkpoints import ENABLED
+from wf_transformers.attention.registry import registered_for
 from wf_transformers.comparison.dropout import FixedRandomness
 from wf_transformers.comparison.random_batch import random_batch
 from wf_transformers.comparison.runs import Comparison, Gather
 from wf_transformers.handle import Handle
+from wf_transformers.memory.checkpoints import ENABLED
 from wf_transformers.models import outermost
-from wf_transformers.registry import registered_for
 
 VERIFY = "verify"
 NO_DIFFERENCE = 1 << 40  # the index of the first difference if there is none

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel
-from wf_transformers.attention import Attention
+from wf_transformers.attention.documents import MASK_ARGUMENTS
+from wf_transformers.attention.function import Attention
 from wf_transformers.calls import by_name, parameter_names, refuse_call
-from wf_transformers.documents import MASK_ARGUMENTS
 from wf_transformers.handle import Handle
 from wf_transformers.models import row_of
 

@@ -26,7 +26,7 @@ from wf_backends._compile import eager
 from wf_backends.dsp import RECEIVER
 from wf_backends.parallel import ChannelExchange
 from wf_backends.schedule import SLICE_ARGUMENTS
-from wf_transformers.attention import Attention
+from wf_transformers.attention.function import Attention
 from wf_transformers.calls import CACHES, ON_ONE_PROCESS
 from wf_transformers.families.mixers import MIXERS
 from wf_transformers.families.shares import Mixer, Share

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wf_transformers.attention import Attention, Window
+from wf_transformers.attention.function import Attention, Window
 from wf_transformers.families.forwards import (
     bias_by_distance,
     bloom,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends.parallel import slices_of_mask
+from wf_transformers.attention.documents import MASK_ARGUMENTS, mask_arguments
 from wf_transformers.calls import (
     CACHES,
     ON_ONE_PROCESS,
@@ -18,7 +19,6 @@ from wf_transformers.calls import (
     takes_any_keyword,
     tokens_of,
 )
-from wf_transformers.documents import MASK_ARGUMENTS, mask_arguments
 from wf_transformers.models import Head, outermost
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
-from wf_transformers.documents import MASK_ARGUMENTS
+from wf_transformers.attention.documents import MASK_ARGUMENTS
 from wf_transformers.models import outermost
 
 PLAIN_LOSSES = (ForCausalLMLoss, ForMaskedLMLoss)

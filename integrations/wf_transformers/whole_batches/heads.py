@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends._compile import eager
+from wf_transformers.attention.documents import mask_arguments
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import (
     HIDDEN_STATES,
@@ -27,7 +28,6 @@ from wf_transformers.calls import (
     takes_any_keyword,
     wants_output,
 )
-from wf_transformers.documents import mask_arguments
 from wf_transformers.families.media import media_of
 from wf_transformers.families.stacks import stacks_of, whole_rows
 from wf_transformers.handle import Handle, recorded_changes

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from wf_backends._compile import eager
 from wf_backends.parallel import count_valid, token_loss
+from wf_transformers.attention.documents import mask_arguments
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import PARTIAL_STATES, by_name
-from wf_transformers.documents import mask_arguments
 from wf_transformers.families.experts import router_loss, wants_router_loss
 from wf_transformers.families.media import media_arguments, media_of, shard_media
 from wf_transformers.families.stacks import is_cut_inside, whole_rows

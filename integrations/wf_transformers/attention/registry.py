@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bert import modeling_bert
 
 from wf_backends import SequenceParallel
-from wf_transformers.attention import Attention
+from wf_transformers.attention.function import Attention
 from wf_transformers.families.table import TABLE, attribute_changes
 from wf_transformers.handle import Handle
 

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from wf_transformers.shape import refused_by_name
+from wf_transformers.folders.shape import refused_by_name
 
 
 def model_from_folder(

@@ -15,9 +15,9 @@ from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_backends.comm import Shared
 from wf_backends.schedule import SLICE_ARGUMENTS
+from wf_transformers.attention.documents import Documents
+from wf_transformers.attention.masks import MaskCheck, padding_of
 from wf_transformers.calls import ON_ONE_PROCESS
-from wf_transformers.documents import Documents
-from wf_transformers.masks import MaskCheck, padding_of
 from wf_transformers.models import refuse_varying_rope
 
 # Keyword arguments of attention layers that no kernel of ours supports.

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForCausalLM,
 )
 
-from wf_transformers.shape import read_config, refused_by_name
+from wf_transformers.folders.shape import read_config, refused_by_name
 
 ATTENTIONS = ("sdpa", "eager")
 

@@ -1,0 +1,1 @@
+"""What the attention layers of an attached model call, and how it is registered."""

@@ -1,0 +1,1 @@
+"""Models from a folder or a name: their sizes, their graph without memory, their weights."""
