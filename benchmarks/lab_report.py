@@ -203,7 +203,7 @@ def phase_order(label: str) -> tuple[int, int, int]:
         comes_first = (last_word == "qkv") == (first_word == "forward")
         return part, 0 if comes_first else 9, 0
     step = int(last_word) if last_word.isdigit() else 0
-    return part, {"gather": 1, "home": 3}.get(last_word, 2), step
+    return part, {"gather": 1, "reduce": 3}.get(last_word, 2), step
 
 
 def by_name(case: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -53,7 +53,7 @@ def attend(comm, config, heads, kv_heads, mask, expected, topology=None):
     """(largest error of out, dq, dk, dv on one rank, kinds of messages that it sent).
 
     The rank shards whole tensors and unshards the output. A kind of message is the second word of
-    its label: "ulysses", "gather", "step", "home".
+    its label: "ulysses", "gather", "step", "reduce".
     """
     sp = SequenceParallel(SequenceParallelConfig.from_dict(config), comm, topology)
     q, k, v, dout = tensors(heads, kv_heads)

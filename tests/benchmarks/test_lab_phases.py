@@ -35,7 +35,7 @@ def test_every_predicted_second_is_in_one_phase(route) -> None:
     order = sorted(predicted, key=lab_report.phase_order)
     assert order[:2] == ["agreement", "forward ulysses qkv"]
     assert order.index("forward ulysses out") + 1 == order.index("backward ulysses out")
-    assert order[-2:] == ["backward home", "backward ulysses qkv"]
+    assert order[-2:] == ["backward reduce", "backward ulysses qkv"]
     # phases of gathering are not measured: their predicted seconds are added to the next phase
     measured = {label: 1.0 for label in order if "gather" not in label} | {"rest": 0.5}
     rows = list(lab_report.align_phases(predicted, measured))

@@ -19,7 +19,7 @@ def test_explain_prints_the_grid_and_the_timeline(wallfacer) -> None:
     code, out, _ = wallfacer("explain", "concentric:team_size=2", *SMALL, "--ranks", "8")
     assert code == 0
     assert render(concentric(8, 2)) in out
-    assert "forward step 1" in out and "backward home" in out
+    assert "forward step 1" in out and "backward reduce" in out
 
 
 def test_explain_takes_a_placement(wallfacer) -> None:

@@ -65,7 +65,7 @@ def messages_of(
         yield phase.label, phase.hop
         for phase_round in phase.rounds:
             yield f"{kind.name} gather", phase_round.fetch
-            yield f"{kind.name} home", phase_round.home
+            yield f"{kind.name} reduce", phase_round.reduce
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

@@ -156,7 +156,7 @@ def test_only_the_two_ranks_of_a_message_are_occupied() -> None:
 
 def test_results_that_are_sent_to_their_owner_occupy_both_ranks() -> None:
     simulator = Simulator(plain_cluster(2, 1, 1, occupied=1.0), UlyssesGroups(2))
-    first = PhaseRound(seconds=1, home=[(1, BYTES)])
+    first = PhaseRound(seconds=1, reduce=[(1, BYTES)])
     sender = RankPhase("step 0", rounds=(first, PhaseRound(seconds=1)))
     owner = RankPhase("step 0", rounds=(PhaseRound(), PhaseRound(seconds=2)))
     simulator.run([sender, owner])
@@ -166,7 +166,7 @@ def test_results_that_are_sent_to_their_owner_occupy_both_ranks() -> None:
 def test_a_rank_goes_on_while_its_results_are_sent_to_their_owner() -> None:
     """The results take from 1 s to 4 s; the sender has computed after 2 s."""
     simulator = Simulator(plain_cluster(2, 1, 1), UlyssesGroups(2))
-    first = PhaseRound(seconds=1, home=[(1, 3 * BYTES)])
+    first = PhaseRound(seconds=1, reduce=[(1, 3 * BYTES)])
     sender = RankPhase("step 0", rounds=(first, PhaseRound(seconds=1)))
     simulator.run([sender, RankPhase("step 0")])
     assert simulator.now == pytest.approx([2, 0])
@@ -176,7 +176,7 @@ def test_a_rank_goes_on_while_its_results_are_sent_to_their_owner() -> None:
 def test_results_queue_behind_messages_that_were_posted_before() -> None:
     """The fetches of all rounds are posted first, the results of a round after its tiles."""
     message: Messages = [(0, BYTES)]
-    rounds = PhaseRound(home=message), PhaseRound(fetch=message), PhaseRound(fetch=message)
+    rounds = PhaseRound(reduce=message), PhaseRound(fetch=message), PhaseRound(fetch=message)
     simulator = Simulator(plain_cluster(2, 1, 1), UlyssesGroups(2))
     simulator.run([RankPhase("step 0"), RankPhase("step 0", rounds=rounds)])
     assert simulator.now == pytest.approx([2, 2])

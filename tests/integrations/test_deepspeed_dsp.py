@@ -111,10 +111,10 @@ def test_losses_are_those_of_one_rank(
 def test_full_attention_follows_the_other_keys_of_the_block(
     results: dict[str, dict[str, Any]],
 ) -> None:
-    """The ring sends rows in steps; "lss" gathers them, and sends gradients home once."""
+    """The ring sends rows in steps; "lss" gathers them, and reduces gradients once."""
     ring, lss = (results[f"mix {name}"]["bytes_sent"] for name in ("ring", "lss"))
     assert any(" step " in label for label in ring)
-    assert "backward home" in lss and not any(" step " in label for label in lss)
+    assert "backward reduce" in lss and not any(" step " in label for label in lss)
 
 
 @pytest.mark.deepspeed

@@ -26,8 +26,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_ranks_train_as_one(stage: int, results: dict[str, dict[str, Any]]) -> None:
-    """And exchange what LSS says: keys and values gathered once, their gradients sent home once."""
+    """And exchange what LSS says: keys and values gathered once, their gradients reduced once."""
     actual = results[f"lss_{stage}"]
     assert_same_training(actual, results["one_rank"])
     assert actual["sent"] > 0
-    assert actual["message_labels"] == ["backward home", "forward gather"]
+    assert actual["message_labels"] == ["backward reduce", "forward gather"]

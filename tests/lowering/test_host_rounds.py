@@ -49,7 +49,7 @@ def crossings(problem: Problem, host_size: int) -> tuple[Counter, Counter]:
         for round_ in (round_ for step in lower(problem, rank).steps for round_ in step.rounds):
             rows.update(sent_to_other_hosts(round_.fetch.send, shard, rank, host_size))
             rows.update(sent_to_other_hosts(round_.pass_on.send, held, rank, host_size))
-            for exchange in (round_.home, round_.pass_back):
+            for exchange in (round_.reduce, round_.pass_back):
                 sent = sent_to_other_hosts(exchange.send, held, rank, host_size)
                 results.update((row, host) for row, _ in sent)
     return rows, results
@@ -103,5 +103,5 @@ def test_all_ranks_of_a_host_fetch_equally_many_rows():
 
 def test_rows_that_are_passed_on_are_computed_after_those_that_were_fetched():
     first, later = rounds_of_bundle(True, 1, 3, True), rounds_of_bundle(False, 1, 3, True)
-    assert first.rest < first.near < first.fetched < first.passed < first.home
-    assert later.passed < later.fetched == later.home < later.near < later.rest
+    assert first.rest < first.near < first.fetched < first.passed < first.reduce
+    assert later.passed < later.fetched == later.reduce < later.near < later.rest

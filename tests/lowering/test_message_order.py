@@ -49,13 +49,13 @@ def rows_by_peer(program: RankProgram, way: Literal["send", "receive"]) -> dict[
         parcels += step.hop_out if way == "send" else step.hop_in
         if before is not None:
             parcels += before.partial_out if way == "send" else step.partial_in
-            parcels += before.home_out if way == "send" else before.home_in
+            parcels += before.reduce_out if way == "send" else before.reduce_in
         parcels += step.owner_out if way == "send" else step.owner_in
-        parcels += [p for round_ in step.rounds for p in getattr(round_.home, way)]
+        parcels += [p for round_ in step.rounds for p in getattr(round_.reduce, way)]
         before = step
     if before is not None:
         parcels += before.partial_out if way == "send" else ()
-        parcels += before.home_out if way == "send" else before.home_in
+        parcels += before.reduce_out if way == "send" else before.reduce_in
     rows = defaultdict[int, list[int]](list)
     for parcel in parcels:
         rows[parcel.peer].append(parcel.num_rows)

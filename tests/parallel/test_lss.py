@@ -60,8 +60,8 @@ def attend(comm, layout, mask, dtype=torch.float64):
 @pytest.mark.parametrize("num_ranks", SIZES)
 @pytest.mark.parametrize("layout", ("zigzag", "contiguous"))
 def test_exact_with_two_collectives_a_layer(num_ranks, layout):
-    """Under a mask a rank may have nothing to gather or to send home."""
-    collectives = {"forward gather": 1, "backward home": 1} if num_ranks > 1 else {}
+    """Under a mask a rank may have nothing to gather or to reduce."""
+    collectives = {"forward gather": 1, "backward reduce": 1} if num_ranks > 1 else {}
     for mask in MASKS:
         for error, posts, _ in run_threads(num_ranks, attend, layout, mask):
             assert error < 1e-10, mask
@@ -74,7 +74,7 @@ def test_full_mask_sends_all_keys_to_all_ranks_and_all_gradients_home(num_ranks)
     for rank, (_, _, sent) in enumerate(run_threads(num_ranks, attend, "contiguous", {})):
         rows = (rank + 1) * SEQLEN // num_ranks - rank * SEQLEN // num_ranks
         forward, backward = (num_ranks - 1) * rows * row, (SEQLEN - rows) * row
-        assert sent == {"forward gather": forward, "backward home": backward}
+        assert sent == {"forward gather": forward, "backward reduce": backward}
 
 
 def bytes_gathered(mask):

@@ -57,11 +57,11 @@ def test_a_band_too_wide_by_one_key_is_an_error(monkeypatch):
 def test_gradients_that_are_not_sent_to_their_owner_are_an_error(monkeypatch):
     def keep_results(step, rank):
         """The step without results to and from other ranks."""
-        home_out, home_in = (
+        reduce_out, reduce_in = (
             tuple(parcel for parcel in parcels if parcel.peer == rank)
-            for parcels in (step.home_out, step.home_in)
+            for parcels in (step.reduce_out, step.reduce_in)
         )
-        return replace(step, home_out=home_out, home_in=home_in)
+        return replace(step, reduce_out=reduce_out, reduce_in=reduce_in)
 
     def keep_all_results(program):
         steps = tuple(keep_results(step, program.rank) for step in program.steps)
@@ -74,7 +74,7 @@ def test_gradients_that_are_not_sent_to_their_owner_are_an_error(monkeypatch):
 
 def test_partial_outputs_that_are_not_sent_to_their_owner_are_an_error(monkeypatch):
     def without_home(program):
-        return change_rounds(program, lambda round_: replace(round_, home=Exchange()))
+        return change_rounds(program, lambda round_: replace(round_, reduce=Exchange()))
 
     change_programs(monkeypatch, without_home)
     assert run_case(TEAMS).errors["out"] > 1e-3

@@ -122,15 +122,15 @@ def test_own_queries_are_computed_while_those_of_others_arrive():
     case = Case(mesh(2, 2), mesh(2, 2), zigzag(4, 32), Mask())
     for events in run_threads(4, events_of, case):
         for name in ("forward", "backward"):
-            post_queries, wait_queries, post_hop, wait_hop, post_home, wait_home = (
+            post_queries, wait_queries, post_hop, wait_hop, post_reduce, wait_home = (
                 events.index(f"{action} {name} {message}")
-                for message in ("gather", "step 0", "home")
+                for message in ("gather", "step 0", "reduce")
                 for action in ("post", "wait")
             )
             assert post_queries < post_hop < wait_queries < wait_hop  # the hop is posted at once
             assert set(events[post_hop + 1 : wait_queries]) == {"compute"}
             assert set(events[wait_queries + 1 : wait_hop]) == {"compute"}
-            assert "compute" in events[post_home + 1 : wait_home]
+            assert "compute" in events[post_reduce + 1 : wait_home]
 
 
 def test_own_keys_are_computed_while_those_of_others_arrive():
@@ -148,8 +148,8 @@ def test_own_keys_are_computed_while_those_of_others_arrive():
             relevant = [event for event in events_of_pass if event in {post, wait, "compute"}]
             order = [event for event, _ in groupby(relevant)]
             assert order == [post, "compute", *3 * [wait, "compute"]]
-        post_home = events.index("post backward home")
-        assert "compute" in events[post_home : events.index("wait backward home")]
+        post_reduce = events.index("post backward reduce")
+        assert "compute" in events[post_reduce : events.index("wait backward reduce")]
 
 
 def test_a_rank_that_only_sends_does_not_wait_for_the_receiver():
@@ -185,10 +185,10 @@ def test_results_leave_after_the_last_step_that_adds_to_them(rank):
     """Under a causal mask those of the first rows leave before those of the last."""
     layout = contiguous(4, 32)
     program = lower(Problem(mesh(2, 2), layout, layout, Mask(CAUSAL)), rank)
-    assert any(round_.home.send for _, round_ in rounds_of(program))
+    assert any(round_.reduce.send for _, round_ in rounds_of(program))
     for i, round_ in rounds_of(program):
         later_tiles = [tile for step in program.steps[i + 1 :] for tile in step.tiles]
-        for parcel in round_.home.send:
+        for parcel in round_.reduce.send:
             assert not any(intersect(tile.rows, parcel.rows) for tile in later_tiles)
             assert any(not subtract(tile.rows, parcel.rows) for tile in round_.tiles)
 
@@ -211,14 +211,14 @@ def test_the_15_other_owners_of_16_share_three_rounds():
     program = lower(Problem(mesh(16, 1), layout, layout, Mask()), 3)
     (step,) = program.steps
     assert [len(round_.fetch.receive) for round_ in step.rounds] == [0, 5, 5, 5]
-    assert [len(round_.home.send) for round_ in step.rounds] == [0, 5, 5, 5]
+    assert [len(round_.reduce.send) for round_ in step.rounds] == [0, 5, 5, 5]
 
 
 @pytest.mark.parametrize(
     ("schedule", "num_posts"),
     (
-        (ring(4), 3 + 4 + 1),  # forward hops; backward hops with gradients; gradients home
-        # keys gathered, queries gathered, results home; the same in the backward; gradients of keys
+        (ring(4), 3 + 4 + 1),  # forward hops; backward hops with gradients; gradients to owners
+        # keys gathered, queries gathered, results reduced; as much in the backward; key gradients
         (concentric(4, 2), 3 + 3 + 1),
     ),
     ids=("ring", "concentric"),

@@ -91,7 +91,7 @@ def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Itera
     """Everything that one rank does in a pass, in order.
 
     The bytes are those of `message_bytes.bytes_sent`, and of the runtime, which count fetches as
-    gathering and results of the side that stays as sent home. A round takes
+    gathering, and results of the side that stays as reducing. A round takes
     scores * score_s + calls * call_s.
     """
     rows, score_s, rate = kind.row_bytes(split.shape), kind.seconds_per_score(split), split.rate
@@ -103,7 +103,7 @@ def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Itera
     def partials(step: Step | None) -> Messages:
         if step is None:
             return []
-        return messages((*step.partial_out, *step.home_out), rows.walk.partial)
+        return messages((*step.partial_out, *step.reduce_out), rows.walk.partial)
 
     def phase_round(program_round: Round) -> PhaseRound:
         tiles = program_round.tiles
@@ -113,7 +113,7 @@ def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Itera
             messages(program_round.pass_on.send, rows.stay.gathered),
             scores * score_s + len(tiles) * rate.call_s,
             messages(program_round.pass_back.send, rows.stay.partial),
-            messages(program_round.home.send, rows.stay.partial),
+            messages(program_round.reduce.send, rows.stay.partial),
         )
 
     yield RankPhase(f"{kind.name} gather", messages(program.walk.send, rows.walk.gathered))
@@ -126,4 +126,4 @@ def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Itera
             phase = replace(phase, hop=[*forwarded, *partials(previous)], rounds=rounds)
         yield phase
         previous = step
-    yield RankPhase(f"{kind.name} home", partials(previous))
+    yield RankPhase(f"{kind.name} reduce", partials(previous))

@@ -36,7 +36,7 @@ class PhaseRound:
     seconds: float = 0.0
     """Of its tiles."""
     pass_back: Messages = ()
-    home: Messages = ()
+    reduce: Messages = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Simulator:
             self._compute(label, [r.seconds for r in of_ranks])
             self._wait(passed_back)
             passed_back = self._post(label, [r.pass_back for r in of_ranks])
-            results = self._post(label, [r.home for r in of_ranks])
+            results = self._post(label, [r.reduce for r in of_ranks])
             self.last_result_at = max([self.last_result_at, *results.values()])
         self._wait(hop)
 

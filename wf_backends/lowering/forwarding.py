@@ -158,8 +158,8 @@ class Forwarding:
             next_num_rows=next_num_rows,
             partial_in=partial_in,
             partial_out=partial_out,
-            home_out=_all_parcels(rank, to_owners, held),
-            home_in=_all_parcels(rank, self._partials_of_owner(step, rank), own),
+            reduce_out=_all_parcels(rank, to_owners, held),
+            reduce_in=_all_parcels(rank, self._partials_of_owner(step, rank), own),
         )
 
     def _walker(self, origin: int) -> WalkerRows:

@@ -54,7 +54,7 @@ class BundleRounds(NamedTuple):
     near: int  # tiles on rows of owners on the same host
     fetched: int  # tiles on rows that this rank fetched
     passed: int  # tiles on rows that another rank of the host fetched
-    home: int  # after the tiles, results for fetched rows are sent to their owners
+    reduce: int  # after the tiles, results for fetched rows are sent to their owners
 
 
 def rounds_of_bundle(first_step: bool, bundle: int, count: int, on_hosts: bool) -> BundleRounds:
@@ -62,9 +62,9 @@ def rounds_of_bundle(first_step: bool, bundle: int, count: int, on_hosts: bool) 
     extra = 1 if on_hosts else 0
     if first_step:
         fetched = 1 + extra + bundle
-        return BundleRounds(0, 1, fetched, passed=fetched + extra, home=fetched + 2 * extra)
+        return BundleRounds(0, 1, fetched, passed=fetched + extra, reduce=fetched + 2 * extra)
     near, fetched = count + extra, bundle + extra
-    return BundleRounds(near + extra, near, fetched, passed=bundle, home=fetched)
+    return BundleRounds(near + extra, near, fetched, passed=bundle, reduce=fetched)
 
 
 class Delivery(NamedTuple):
@@ -174,8 +174,8 @@ class GatherRounds:
             self._rounds_of_bundle(is_first, host, bundle) for is_first in (True, False)
         )
         if is_near:
-            first = first._replace(fetched=first.near, home=first.near)
-            later = later._replace(fetched=later.near, home=later.near)
+            first = first._replace(fetched=first.near, reduce=first.near)
+            later = later._replace(fetched=later.near, reduce=later.near)
         else:
             last_step = dict.fromkeys(needed, max(last_step.values(), default=0))
             fetched_before: Ranges = ()
@@ -207,7 +207,7 @@ class GatherRounds:
             if rows and step == 0:
                 yield Move(rounds.fetched, "fetch", owner, reader, rows)
             if rows and step == delivery.last_step[reader]:
-                yield Move(rounds.home, "home", reader, owner, rows)
+                yield Move(rounds.reduce, "reduce", reader, owner, rows)
         if rank == owner or delivery.is_near:
             return
         others = [reader for reader in delivery.needed if reader != rank]
@@ -243,7 +243,7 @@ class GatherRounds:
         receives = [(move.sender, move.rows) for move in moves if move.receiver == rank]
         return Exchange(
             _joined_parcels(sends, own if name == "fetch" else held),
-            _joined_parcels(receives, own if name == "home" else held),
+            _joined_parcels(receives, own if name == "reduce" else held),
         )
 
 

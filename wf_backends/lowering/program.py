@@ -90,18 +90,18 @@ class Round:
     """A part of a step: tiles on some rows of the side that stays, and their messages.
 
     `fetch` sends rows of this rank's own shard to readers, and receives rows of other owners into
-    the buffer. It must have arrived before the tiles. `home` sends finished results from the buffer
-    to owners after the tiles, and receives results for rows of this rank's own shard.
+    the buffer. It must have arrived before the tiles. `reduce` sends finished results from the
+    buffer to owners after the tiles, and receives results for rows of this rank's own shard.
 
     With a `host_size` above 1 (lowering/gather_rounds.py) there are two more exchanges, between
     buffers of ranks of one host. `pass_on` sends fetched rows to other readers: it is posted before
     the tiles, and must have arrived before the next round. `pass_back` sends their results to the
-    rank that fetched: it is posted after the tiles, and must have arrived before the next `home`.
+    rank that fetched: it is posted after the tiles, and must have arrived before the next `reduce`.
     """
 
     tiles: tuple[Tile, ...]
     fetch: Exchange = Exchange()
-    home: Exchange = Exchange()
+    reduce: Exchange = Exchange()
     pass_on: Exchange = Exchange()
     pass_back: Exchange = Exchange()
 
@@ -115,10 +115,10 @@ class Step:
         hop       rows, to the next rank of the hop and from the rank before
         owner     rows, from their owner to the rank that reads them next
         partial   partial results, along with the hop, after the step
-        home      partial results, to the owners of their rows, after the step
+        reduce    partial results, to the owners of their rows, after the step
 
     `hop_in` and `owner_in` fill the buffer of the next step in which this rank reads any walkers:
-    `next_num_rows` rows. Their slices are in that buffer, those of `owner_out` and `home_in` in
+    `next_num_rows` rows. Their slices are in that buffer, those of `owner_out` and `reduce_in` in
     this rank's own shard, and all others in the buffer of this step, `num_rows` rows.
     """
 
@@ -133,8 +133,8 @@ class Step:
     next_num_rows: int
     partial_in: Parcels
     partial_out: Parcels
-    home_out: Parcels
-    home_in: Parcels
+    reduce_out: Parcels
+    reduce_in: Parcels
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
@@ -150,7 +150,7 @@ class Step:
     @property
     def moves_partials(self) -> bool:
         """Whether partial results are sent or received after this step."""
-        return bool(self.partial_out or self.home_out or self.home_in)
+        return bool(self.partial_out or self.reduce_out or self.reduce_in)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class RankProgram:
     """Everything that one rank does in one pass.
 
     All ranks post their messages in this order: `walk`, and `fetch` of all rounds of the first
-    step. Then, in each step: hops, partial results of the step before (`partial`, then `home`),
+    step. Then, in each step: hops, partial results of the step before (`partial`, then `reduce`),
     rows from owners, and the exchanges of its rounds.
     """
 
@@ -181,7 +181,12 @@ class RankProgram:
         for before, step in zip((None, *self.steps), self.steps, strict=False):
             hop = [*step.hop_out, *step.hop_in]
             if before is not None:
-                hop += (*before.partial_out, *step.partial_in, *before.home_out, *before.home_in)
+                hop += (
+                    *before.partial_out,
+                    *step.partial_in,
+                    *before.reduce_out,
+                    *before.reduce_in,
+                )
             peers.append(frozenset(parcel.peer for parcel in hop))
         return tuple(peers)
 

@@ -163,7 +163,7 @@ class _RunningPass:
             if passed_back:
                 passed_back.wait()
             passed_back = self._return(round_.pass_back, self.add_to_stay_partial)
-            self._return(round_.home, self.stay_total.add)
+            self._return(round_.reduce, self.stay_total.add)
 
     def _compute_tiles(self, tiles: Sequence[Tile]) -> None:
         """Compute tiles, while messages are in flight."""
@@ -181,7 +181,7 @@ class _RunningPass:
     def finish(self) -> tuple[Results, Results]:
         """The results of the side that stays and of walkers, when owners have all partial ones."""
         if self.walk_accumulators.shapes:
-            last = self._messages("home")
+            last = self._messages("reduce")
             self._move_partials(last, self.program.steps[-1], None)
             last.post().wait()
         stay = self.program.stay
@@ -251,19 +251,19 @@ class _RunningPass:
             self.walk_partial = self.walk_accumulators.prepare(step.num_rows, step.blank)
         if previous is None or not leaving:
             return
-        for parcel in (*previous.partial_out, *previous.home_out):
+        for parcel in (*previous.partial_out, *previous.reduce_out):
             hop.send(parcel, leaving, dtypes)
         for parcel in step.partial_in if step else ():
             add_to_partial = partial(scatter, self.walk_partial, self.walk_accumulators.combine)
             hop.collect(parcel, leaving, add_to_partial, dtypes)
-        for parcel in previous.home_in:
+        for parcel in previous.reduce_in:
             hop.collect(parcel, leaving, self.walk_total.add, dtypes)
 
     def _return(self, exchange: Exchange, place: Place) -> Messages | None:
         """Send finished results towards the rows' owners; `place` takes the received ones."""
         if not (exchange.send or exchange.receive):
             return None
-        messages, dtypes = self._messages("home"), self.stay_accumulators.message_dtypes
+        messages, dtypes = self._messages("reduce"), self.stay_accumulators.message_dtypes
         for parcel in exchange.send:
             messages.send(parcel, self.stay_partial, dtypes)
         for parcel in exchange.receive:
