@@ -21,7 +21,8 @@ from tests.integrations.transformers_models import (  # noqa: E402
 )
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
-from wf_transformers import Checkpointing, ModelOptions, checkpoints  # noqa: E402
+from wf_transformers import Checkpointing, ModelOptions  # noqa: E402
+from wf_transformers.memory import checkpoints  # noqa: E402
 
 OFFLOAD = {"offload": True}
 DOCUMENTS = (0, 5, 16, 23)
