@@ -2,6 +2,7 @@
 
 The loop of arXiv 2401.10652, section 3.4: while the peak is above the budget, take the step at the
 peak, choose the cheapest region around it that fits, and choose it in all identical layers, too.
+Unlike in the paper, a cheaper region replaces earlier ones that it overlaps.
 """
 
 from __future__ import annotations
