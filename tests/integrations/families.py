@@ -186,10 +186,10 @@ def build(family: Family, implementation: str = "sdpa", **config_changes: Any) -
     return model.double().train(family.trains)
 
 
-def batch(batch_size: int = 2, seqlen: int = SEQLEN) -> dict[str, Any]:
-    """Random tokens, which are their own labels."""
+def batch() -> dict[str, Any]:
+    """Two samples of random tokens, which are their own labels."""
     drawing = torch.Generator().manual_seed(3)
-    ids = torch.randint(5, VOCAB, (batch_size, seqlen), generator=drawing)  # 0 to 4 are special
+    ids = torch.randint(5, VOCAB, (2, SEQLEN), generator=drawing)  # 0 to 4 are special
     return {"input_ids": ids, "labels": ids.clone()}
 
 

@@ -92,10 +92,15 @@ def assert_shares_sum_to(
 ) -> None:
     """Each rank has the logits; the ranks' losses and gradients sum to those of one device.
 
+    The ranks' logits may have more rows: those that pad the sequence at its end.
+
     Args:
         valid: (b, S), the tokens whose logits are compared; None: all.
     """
-    assert_all_have_logits(expected.logits, results, valid)
+    tokens = slice(None) if valid is None else valid
+    for result in results:
+        logits = result.logits[:, : expected.logits.shape[1]]
+        assert_close(logits[tokens], expected.logits[tokens], "logits")
     assert_same_parameters(expected, results)
     assert_close(sum(result.loss for result in results), expected.loss, "loss")
     for name, grad in expected.grads.items():
@@ -104,24 +109,14 @@ def assert_shares_sum_to(
 
 def assert_means_are(expected: Result, results: Sequence[Result]) -> None:
     """Each rank has the logits and the loss; the mean of the ranks' gradients, which DDP and ZeRO
-    take, is that of one device."""
-    assert_all_have_logits(expected.logits, results)
+    take, is that of one device. No rank has logits of padding."""
     assert_same_parameters(expected, results)
     for result in results:
+        assert_close(result.logits, expected.logits, "logits")
         assert_close(result.loss, expected.loss, "loss")
     for name, grad in expected.grads.items():
         mean = sum(result.grads[name] for result in results) / len(results)
         assert_close(mean, grad, name)
-
-
-def assert_all_have_logits(
-    expected: Tensor, results: Sequence[Result], valid: Tensor | None = None
-) -> None:
-    """Without the rows that pad the sequence at its end."""
-    tokens = slice(None) if valid is None else valid
-    for result in results:
-        logits = result.logits[:, : expected.shape[1]]
-        assert_close(logits[tokens], expected[tokens], "logits")
 
 
 def assert_same_parameters(expected: Result, results: Sequence[Result]) -> None:

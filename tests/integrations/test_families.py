@@ -141,15 +141,17 @@ def test_recomputed_layers_drop_the_same_attention_weights(name: str, option: st
         return plain, backward(), backward()
 
     plain, recomputed, next_step = train_with_dropout(1, name, option, steps)[0]
-    assert all(map(torch.equal, plain, recomputed))
-    assert not all(map(torch.allclose, plain, next_step))
+    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+    assert not all(torch.allclose(a, b) for a, b in zip(plain, next_step, strict=True))
 
 
 @DROPOUTS
 def test_evaluation_drops_no_attention_weights(name: str, option: str) -> None:
+    """After a training step, which drops some."""
     family = FAMILIES[name]
 
-    def steps(_: Any, model: Any, handle: Any) -> Tensor:
+    def steps(backward: Any, model: Any, handle: Any) -> Tensor:
+        backward()
         local = handle.sp.shard_batch(batch())
         logits = model.eval()(**wf_transformers.forward_kwargs(model, local)).logits
         return handle.sp.unshard(logits.detach())

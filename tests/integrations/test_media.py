@@ -25,6 +25,7 @@ from tests.integrations.media_models import (  # noqa: E402
     build,
     llava_batch,
     media_batch,
+    num_patches,
     qwen_batch,
 )
 from tests.integrations.results import (  # noqa: E402
@@ -119,10 +120,10 @@ def test_whole_batches_are_exact(family: str, size: int) -> None:
 
 
 def test_a_rank_encodes_only_the_images_that_it_has_tokens_of() -> None:
-    """The last image is in the second half of the second sample, so not on rank 0."""
-    patches = 16 + 8 + 8 + 24
+    """Rank 0 has tokens 0 to 11 of both samples; of the first, the second image has 11 and 12."""
+    first, second, third, of_sample_2 = map(num_patches, GRIDS)
     encoded = assert_exact("qwen2_vl", 2, qwen_batch(), "contiguous")
-    assert all(0 < count < patches for count in encoded)
+    assert encoded == [first + second + of_sample_2, second + third]
 
 
 def test_ranks_without_images_encode_one_for_its_zero_gradients() -> None:

@@ -35,8 +35,9 @@ from tests.integrations.transformers_models import (  # noqa: E402
 
 DOCUMENTS = (0, 5, 16, SEQLEN)
 KINDS = ["mamba", "mamba2", "zamba", "jamba", "recurrent_gemma"]
-"""One family of each layer in the table of mixers, of every transformers."""
+"""A family for each kind of layer that every version of transformers has."""
 NEWER_KINDS = [family for family in ("qwen3_next", "nemotron_h", "lfm2") if family in FAMILIES]
+"""The same of newer versions."""
 
 
 @pytest.fixture(autouse=True)

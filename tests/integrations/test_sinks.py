@@ -49,7 +49,7 @@ def all_rows() -> Tensor:
 
 
 def loss(model: Any, sp: SequenceParallel) -> Tensor:
-    """The sum over all ranks' rows; times the ranks, by which engines divide the gradients."""
+    """The loss of this rank's rows, times the ranks, by which engines divide the gradients."""
     return model(sp.shard(all_rows())) * sp.size
 
 

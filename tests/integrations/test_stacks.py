@@ -44,7 +44,7 @@ TOWER = {"hidden_size": 32, "intermediate_size": 48}
 TOWER |= {"num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT = {**TOWER, "vocab_size": VOCAB, "eos_token_id": VOCAB - 1}
 TEXT |= {"bos_token_id": 1, "pad_token_id": 1}
-VISION = {**TOWER, "image_size": 16, "patch_size": 4}  # 17 rows: padded on 2 and 4 ranks
+VISION = {**TOWER, "image_size": 16, "patch_size": 4}  # 17 rows
 CLIP = {"text_config": TEXT, "vision_config": VISION, "projection_dim": 16}
 CLIP |= {"initializer_factor": 5.0}
 
@@ -66,7 +66,7 @@ def right_padding(seqlen: int, *lengths: int) -> Tensor:
     return (torch.arange(seqlen)[None] < torch.tensor(lengths)[:, None]).long()
 
 
-# 23, 19, 13 tokens: padded on 2 and 4 ranks
+# 23, 19 and 13 tokens, which 2 and 4 ranks cannot share equally: nothing is padded
 SEQ2SEQ = {"input_ids": token_ids(2, 23), "labels": token_ids(2, 19)}
 SOUND = {"input_features": random_normal(2, 8, 46), "labels": token_ids(2, 19)}
 PAIRS = {

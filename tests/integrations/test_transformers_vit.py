@@ -57,7 +57,7 @@ def run_on_images(model: Any) -> Result:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_vit_is_exact(size: int, recompute: bool) -> None:
-    """Its 17 rows are padded on 2 and 4 ranks; all ranks have the logits and the loss."""
+    """Its 17 rows are shared unequally by 2 and 4 ranks, which all have the logits and loss."""
     reference = build("sdpa")
     expected = run_on_images(reference)
 
