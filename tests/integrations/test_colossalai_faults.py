@@ -70,7 +70,7 @@ def double_rings(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.parametrize("name", MODEL_TESTS)
 def test_colossalai_model_test_passes_with_wallfacers_policy(results: Results, name: str) -> None:
     assert_losses(results[name])
-    assert_gradients(results[name])
+    assert_gradients(results[name], in_parts=MODEL_TESTS[name]["tp_size"] > 1)
 
 
 def test_colossalai_attention_test_passes(results: Results) -> None:

@@ -84,7 +84,7 @@ def test_training_is_that_of_one_process(results: Results, name: str) -> None:
     assert_losses(results[name])
     assert_weights(results[name])
     if "zero" not in name:
-        assert_gradients(results[name])
+        assert_gradients(results[name], in_parts=name == "lss_tp2")
 
 
 def test_dsp_under_gemini_errs_as_one_process_in_bfloat16(results: Results) -> None:
