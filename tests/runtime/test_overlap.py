@@ -122,7 +122,7 @@ def test_own_queries_are_computed_while_those_of_others_arrive():
     case = Case(mesh(2, 2), mesh(2, 2), zigzag(4, 32), Mask())
     for events in run_threads(4, events_of, case):
         for name in ("forward", "backward"):
-            post_queries, wait_queries, post_hop, wait_hop, post_reduce, wait_home = (
+            post_queries, wait_queries, post_hop, wait_hop, post_reduce, wait_reduce = (
                 events.index(f"{action} {name} {message}")
                 for message in ("gather", "step 0", "reduce")
                 for action in ("post", "wait")
@@ -130,7 +130,7 @@ def test_own_queries_are_computed_while_those_of_others_arrive():
             assert post_queries < post_hop < wait_queries < wait_hop  # the hop is posted at once
             assert set(events[post_hop + 1 : wait_queries]) == {"compute"}
             assert set(events[wait_queries + 1 : wait_hop]) == {"compute"}
-            assert "compute" in events[post_reduce + 1 : wait_home]
+            assert "compute" in events[post_reduce + 1 : wait_reduce]
 
 
 def test_own_keys_are_computed_while_those_of_others_arrive():
@@ -199,11 +199,14 @@ def test_a_rank_sends_to_as_many_ranks_as_it_receives_from_in_every_round(size):
     layout = zigzag(size, 8 * size)
     problem = Problem(mesh(size, 1), layout, layout, Mask())
     for rank in range(size):
+        all_senders = set()
         for round_ in lower(problem, rank).steps[0].rounds:
             receivers = {parcel.peer for parcel in round_.fetch.send}
             senders = {parcel.peer for parcel in round_.fetch.receive}
             assert len(receivers) == len(senders)
             assert receivers == senders or size in (3, 6, 12)
+            all_senders |= senders
+        assert all_senders == set(range(size)) - {rank}
 
 
 def test_the_15_other_owners_of_16_share_three_rounds():
