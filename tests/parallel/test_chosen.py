@@ -165,6 +165,7 @@ def test_topology_is_measured_and_cached_only_on_demand(tmp_path, topology_file,
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     run_threads(4, topology_of, SIZE_4)
     run_threads(4, topology_of, SIZE_4 | {"topology": topology_file})
+    run_threads(4, topology_of, SIZE_4, from_dict(SLOW_TOPOLOGY))
     assert not cache.exists()
     measured = run_threads(4, topology_of, SIZE_4 | {"topology": "measure"})
     assert measured == 4 * measured[:1] and measured[0].name.startswith("measured on")

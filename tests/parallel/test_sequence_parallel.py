@@ -188,9 +188,10 @@ def test_document_zigzag_is_exact_for_documents_of_any_length(degree):
     assert largest(run_threads(4, document_error, degree)) < 1e-10
 
 
-def test_shard_batch_in_document_zigzag_has_the_rows_of_positions():
+@pytest.mark.parametrize("degree", (1, 2))
+def test_shard_batch_in_document_zigzag_has_the_rows_of_positions(degree):
     def rank(comm):
-        sp = document_zigzag(comm, 1)
+        sp = document_zigzag(comm, degree)
         ids = torch.arange(SEQLEN)[None]
         batch = sp.shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": BORDERS})
         rows = sp.positions(SEQLEN, cu_seqlens=BORDERS)
