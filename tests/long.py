@@ -58,7 +58,7 @@ LONG: dict[str, str] = {
     "tests/runtime/test_exact.py": rf"{SIX_AND_EIGHT}|on_every_schedule\[[68]|test_long|test_many",
     "tests/runtime/test_scores.py": SIX_AND_EIGHT,
     "tests/runtime/test_alibi.py": SIX_AND_EIGHT,
-    "tests/runtime/test_ulysses_pipeline.py": r"\[[12]-|in_chunks_is_exact\[3-",
+    "tests/runtime/test_ulysses_pipeline.py": r"\[[12]-[\d-]+\]|in_chunks_is_exact\[3-",
     "tests/runtime/test_hosts_once.py": r"\(6\)",
     "tests/runtime/test_device_only.py": r"on_the_gpu_and_reads_no_value\[(?!sdpa on an Ampere)",
     "tests/parallel/test_chosen.py": r"chosen\[.*-[1-9]\]",
