@@ -12,6 +12,7 @@ A case is a dict:
     lazy, no_weights    the model is built lazily; its weights cannot be saved
     resume_with         WallFacer's configuration after the checkpoint of "resumed"
     config              a file with the configuration of WallFacer and ColossalAI
+    mode, tp_size       of ColossalAI's own plugin in "colossalai_model_test"
 """
 
 from __future__ import annotations

@@ -125,8 +125,10 @@ def test_prepare_batch_does_not_change_its_argument() -> None:
 def test_labels_are_the_next_tokens_of_each_document(
     cuts: set[int], multiple: int, length: int
 ) -> None:
-    """Exactly the pairs (token, next token of its document) that the mask leaves; padded length,
-    borders and positions."""
+    """The pairs (token, label) are those of neighbours in a document, both valid by the mask.
+
+    The padded length, the borders and the positions at them fit, too.
+    """
     borders = [0, *sorted(cuts), 30]
     original = batch(seqlen=30, cu_seqlens=borders, attention_mask=valid_mask(length, seqlen=30))
     out = prepare_batch(original, multiple=multiple)

@@ -1,6 +1,6 @@
 """Attention over latents (`kv_up`): exact beside dense attention of the keys and values they give.
 
-k = (latents kv_up^T, shared part), v = latents kv_up^T
+k = (latents kv_up[:, :n]^T, shared part) and v = latents kv_up[:, n:]^T, n being HEAD_WIDTH.
 """
 
 from __future__ import annotations

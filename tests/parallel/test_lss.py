@@ -69,7 +69,7 @@ def test_exact_with_two_collectives_a_layer(num_ranks, layout):
 
 
 @pytest.mark.parametrize("num_ranks", (2, 3, 4, 6, 8))
-def test_full_mask_sends_all_keys_to_all_ranks_and_all_gradients_home(num_ranks):
+def test_full_mask_sends_all_keys_to_all_ranks_and_gradients_to_owners(num_ranks):
     row = 2 * 2 * 2 * 8 * 8  # bytes: k and v, batch, key heads, head_dim, float64
     for rank, (_, _, sent) in enumerate(run_threads(num_ranks, attend, "contiguous", {})):
         rows = (rank + 1) * SEQLEN // num_ranks - rank * SEQLEN // num_ranks

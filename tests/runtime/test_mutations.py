@@ -73,10 +73,10 @@ def test_gradients_that_are_not_sent_to_their_owner_are_an_error(monkeypatch):
 
 
 def test_partial_outputs_that_are_not_sent_to_their_owner_are_an_error(monkeypatch):
-    def without_home(program):
+    def without_reduce(program):
         return change_rounds(program, lambda round_: replace(round_, reduce=Exchange()))
 
-    change_programs(monkeypatch, without_home)
+    change_programs(monkeypatch, without_reduce)
     assert run_case(TEAMS).errors["out"] > 1e-3
 
 
