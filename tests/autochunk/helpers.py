@@ -79,9 +79,8 @@ def profiled_peak(run: Callable[[], object]) -> int:
 def relative_error(actual: Any, expected: Any) -> float:
     """The largest max|actual - expected| / max|expected| of all tensors of two nested outputs."""
     pairs = zip(pytree.tree_leaves(actual), pytree.tree_leaves(expected), strict=True)
-    return largest(
-        float((x - y).abs().max() / y.abs().max()) for x, y in pairs if torch.is_tensor(x)
-    )
+    tensors = [(x, y) for x, y in pairs if torch.is_tensor(x) or torch.is_tensor(y)]
+    return largest(float((x - y).abs().max() / y.abs().max()) for x, y in tensors)
 
 
 def in_float64(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -104,9 +104,15 @@ def test_outputs_equal_the_models_and_the_peak_equals_the_plans(
 def test_budgets_down_to_the_least_of_an_evoformer_block_are_met_at_little_cost() -> None:
     inputs = torch.zeros(1, 32, 64, 256), torch.zeros(1, 64, 64, 128)
     graph = capture(EvoformerBlock().eval(), inputs, {}).graph
-    search = Search(
-        read_steps(graph, Effects()), Rates(4e-6, 1.8e11, 2.3e10, 2.5e10, 1.6e9, 1.8e-5)
+    rates_of_a_cpu = Rates(
+        launch_seconds=4e-6,
+        flops_per_s=1.8e11,
+        bytes_per_s=2.3e10,
+        packed_bytes_per_s=2.5e10,
+        interleaved_bytes_per_s=1.6e9,
+        slice_seconds=1.8e-5,
     )
+    search = Search(read_steps(graph, Effects()), rates_of_a_cpu)
     for budget_mib in (12.0, 11.5, 11.0, 10.5, 10.1):  # the least peak is 10.03 MiB
         selection = search.within_memory(int(budget_mib * 2**20))
         assert selection.peak / 2**20 <= budget_mib

@@ -213,5 +213,5 @@ class TestSizesOfAModelsFolder:
     )
     def test_model_whose_layers_differ_is_refused(self, tmp_path: Path) -> None:
         transformers.Gemma4TextConfig(num_hidden_layers=6).save_pretrained(tmp_path)
-        with pytest.raises(ValueError, match="per-layer attribute.*; give --heads,"):
+        with pytest.raises(ValueError, match="'head_dim' is a per-layer .*; give --heads,"):
             model_shape(str(tmp_path))

@@ -59,7 +59,9 @@ def model_and_inputs(name: str, attention: str) -> tuple[nn.Module, dict[str, An
                 kwargs["attention_mask"] = torch.ones_like(ids).index_fill_(
                     1, torch.arange(TOKENS - 5, TOKENS), 0
                 )
-        case _:
+        case "vit":
             model = ViTModel(ViTConfig(image_size=224, patch_size=16, **sizes, **mlp))
             kwargs = {"pixel_values": torch.randn(1, 3, 224, 224)}
+        case _:
+            raise ValueError(f"no model is named {name!r}")
     return model.eval(), kwargs

@@ -1,7 +1,7 @@
 """Logits and loss computed tile by tile: loss and gradients equal those of all logits at once.
 
-The reference is the same model without tiles, in float64. Each test runs with torch's
-`linear_cross_entropy`, and with our own products as in a torch that has none.
+The reference is the same model without tiles, in float64. Tests that use the fixture `kernel` run
+with torch's `linear_cross_entropy`, and with our own products as in a torch that has none.
 """
 
 from __future__ import annotations

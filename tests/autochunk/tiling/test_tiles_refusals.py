@@ -22,7 +22,7 @@ from wf_backends.autochunk.tiling import Tiles, tile_modules
 def test_wrong_tiles_are_refused_and_no_module_is_tiled(tiles: Tiles, message: str) -> None:
     model = TwoLayers()
     with pytest.raises(ValueError, match=message):
-        tile_modules(model, [tiles])
+        tile_modules(model, [Tiles("layers.1", 1, 2), tiles])
     assert tiled_modules(model) == []
 
 
