@@ -250,7 +250,8 @@ def difference(baseline: Baseline, changed: nn.Module) -> float:
         outputs = models.tensors(changed(**baseline.kwargs))
         expected = models.tensors(baseline.model(**baseline.kwargs))
         pairs = zip(outputs, expected, strict=True)
-        return max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
+        errors = [float((x - y).abs().max() / y.abs().max()) for x, y in pairs]
+    return torch.tensor(errors).max().item()  # NaN if one is NaN
 
 
 if __name__ == "__main__":

@@ -30,11 +30,12 @@ PROMPT = 4
 CALL_SECONDS = 3e-4  # assumed in the plan of streaming, which runs first and measures them
 HEADLINE_RATIO = 3.17  # host rate / link rate at which HeteGen is 317 % faster than streaming
 ABOUT = """\
-Printed by `OMP_NUM_THREADS=1 python benchmarks/hetegen.py`. Seconds of a decoding pass, median.
-In the grid threads stand for link, host and accelerator, each with a rate of its own; the first
-row has the rates at which the law gives +317 % over streaming. What a model does between its
-linears ("call") is measured while it streams alone, before the prediction is made. In the second
-lab nothing is shaped: one thread copies and stands for the accelerator, the other is the host.
+The output of `OMP_NUM_THREADS=1 python benchmarks/hetegen.py`: median seconds of a decoding pass.
+In the grid, three threads with given rates stand for the link, the host and the accelerator. The
+first row has the rates for which the law predicts +317 % over streaming. The time between two
+linears of the model ("call") is measured in a run that only streams, before the prediction is made.
+In the second lab no rate is imposed: one thread copies and stands for the accelerator, the other is
+the host.
 """
 TITLES = {"grid": "Grid", "cores": "Two threads on two cores"}
 CONFIGS = {

@@ -55,11 +55,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def verdicts_after(ranks: list[WaitingRank], clock: Clock, seconds: float) -> list[str | None]:
-    """The verdict of each watch after so many seconds, in which it looks twice a second."""
-    verdicts: list[str | None] = []
+    """The first verdict of each watch within so many seconds, in which it looks twice a second."""
+    verdicts: list[str | None] = [None] * len(ranks)
     for _ in range(int(2 * seconds)):
         clock.now += 0.5
-        verdicts = [rank.look() for rank in ranks]
+        looks = [rank.look() for rank in ranks]
+        verdicts = [first or look for first, look in zip(verdicts, looks, strict=True)]
     return verdicts
 
 
