@@ -102,10 +102,10 @@ def test_a_backward_that_is_left_out_ends_the_job_and_is_named(transport: str, t
     def errors_of(printed: str) -> list[str]:
         return re.findall(r"RuntimeError: (rank \d of 3: .*)", printed)
 
-    printed = run_fault_until(
-        lambda text: transport == "mpi" or len(errors_of(text)) == 3,
-        *(tmp_path, "skip a backward", transport),
-    )
+    def is_complete(printed: str) -> bool:
+        return transport == "mpi" or len(errors_of(printed)) == 3
+
+    printed = run_fault_until(is_complete, tmp_path, "skip a backward", transport)
     errors = errors_of(printed)
     assert errors if transport == "mpi" else len(errors) == 3, printed
     for error in errors:
@@ -127,12 +127,12 @@ def test_a_killed_rank_is_reported_before_mpirun_ends_the_others(
     transport: str, rank: int, tmp_path: Path
 ):
     pytest.importorskip("mpi4py")
-    printed = run_fault_until(
-        lambda text: "fault report: " in text,
-        tmp_path,
-        *("kill", transport, "--rank", str(rank)),
-        start=[sys.executable],
-    )
+
+    def has_report(printed: str) -> bool:
+        return "fault report: " in printed
+
+    fault = ("kill", transport, "--rank", str(rank))
+    printed = run_fault_until(has_report, tmp_path, *fault, start=[sys.executable])
     report = (
         r"fault report: ranks \[.*\] answered, ranks \[.*\] did not; 'agreement' "
         r"\(layer 'layers.1', forward .*: rank \d for the"
