@@ -202,7 +202,5 @@ def test_a_measured_number_of_nics_becomes_a_divisor(value: float, nics: int) ->
     [(0.0, "0"), (2.5e-8, "0.0000"), (1e-5, "0.0100"), (0.0235, "23.50"), (0.9, "900.0")]
     + [(1.2345, "1,234"), (880.0, "880,000")],
 )
-def test_milliseconds_have_four_digits_and_at_most_four_decimals(
-    seconds: float, text: str
-) -> None:
+def test_milliseconds_have_four_digits_and_at_most_four_decimals(seconds: float, text: str) -> None:
     assert milliseconds(seconds) == text

@@ -79,7 +79,7 @@ def test_plan_says_why_a_published_scheme_is_not_listed(wallfacer) -> None:
 
 def test_plans_with_equal_figures_share_a_row(wallfacer, wallfacer_json) -> None:
     args = ("plan", *SMALL, "--topology", "one-host", "--ranks", "4", "--top", "40")
-    rows = rows_of(wallfacer(*args)[1])[5:]  # below the fastest, USP, and the other published ones
+    rows = rows_of(wallfacer(*args)[1])[5:]  # below the fastest, which is USP, and 4 published ones
     figures = [tuple(row[1:]) for row in rows]
     assert len(figures) == len(set(figures)) < len(wallfacer_json(*args)["plans"])
 
