@@ -96,7 +96,8 @@ def test_the_loss_of_an_evaluation_is_divided_by_the_trainers_number_of_labels(
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_logits_of_documents_are_in_the_order_of_the_batch() -> None:
+@pytest.mark.parametrize("labels", [{}, {"labels": IDS}], ids=["unlabelled", "labelled"])
+def test_logits_of_documents_are_in_the_order_of_the_batch(labels: dict[str, Any]) -> None:
     """The layout document_zigzag gives each rank parts of every document."""
     borders, reference = (0, 5, 16, 24), build("llama", "sdpa", {})
     documents = [IDS[:, start:end] for start, end in zip(borders, borders[1:], strict=False)]
@@ -104,7 +105,7 @@ def test_logits_of_documents_are_in_the_order_of_the_batch() -> None:
     positions = torch.cat([torch.arange(document.shape[1]) for document in documents])[None]
 
     def evaluate(model: Any) -> torch.Tensor:
-        return model.eval()(IDS, position_ids=positions).logits.detach()
+        return model.eval()(IDS, position_ids=positions, **labels).logits.detach()
 
     for logits in on_two_ranks("llama", evaluate, "document_zigzag"):
         assert_close(logits, expected, "logits")
