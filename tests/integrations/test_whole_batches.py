@@ -68,6 +68,8 @@ def test_loss_only_turns_whole_logits_off_if_only_the_loss_is_needed(
     WholeBatchHooks(model, attach(model, one_rank()))
     around = torch.nn.Sequential(model)  # as DDP is
     assert loss_only(prediction_step, around, {}, prediction_loss_only) == added
+    by_keyword = {"prediction_loss_only": prediction_loss_only}
+    assert loss_only(prediction_step, around, {}, **by_keyword) == added
 
 
 def test_loss_only_adds_nothing_for_a_model_without_hooks() -> None:
@@ -252,12 +254,13 @@ PREFIX_MASK[..., :4, :4] = 1
     ids=["0 and 1", "three dimensions", "dict"],
 )
 def test_a_mask_of_unknown_form_is_refused(mask: Any, message: str) -> None:
-    """Otherwise a causal mask would silently take its place."""
+    """Otherwise a causal mask would silently take its place. A refused call leaves no hooks."""
     model = tiny_llama()
     with attach(model, one_rank()) as handle:
         WholeBatchHooks(model, handle)
         with pytest.raises(ValueError, match=message):
             model(torch.ones(1, 8, dtype=torch.int64), attention_mask=mask)
+    assert not model._forward_pre_hooks and not model._forward_hooks
 
 
 def test_position_ids_that_cannot_be_cut_are_refused() -> None:
