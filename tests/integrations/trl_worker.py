@@ -68,7 +68,7 @@ def train(case: dict[str, Any], folder: str) -> dict[str, Any]:
         "steps": [
             {key: step[key] for key in METRICS} for step in trainer.state.log_history[:STEPS]
         ],
-        "eval": {key: value for key, value in evaluation.items() if key in EVAL_METRICS},
+        "eval": {key: evaluation[key] for key in EVAL_METRICS},
         "bytes_sent": handle.report() if handle else {},
     }
 
