@@ -176,7 +176,10 @@ CONFIGURATIONS = {
 
 
 def outcome(step: Step, folder: Path) -> str:
-    """Take the step; return "trained: LOSS, GRADIENT NORM", or the error that it raised."""
+    """Take the step; return "trained: LOSS, GRADIENT NORM", or the error that it raised.
+
+    The loss is `training_loss`: the one in the Trainer's log is rounded.
+    """
     AcceleratorState._reset_state(False)
     GradientState._reset_state()
     configuration = CONFIGURATIONS[step.name]
@@ -197,11 +200,10 @@ def outcome(step: Step, folder: Path) -> str:
             )
             if step.zero is None:
                 wf_accelerate.connect_trainer(trainer, wallfacer)
-            trainer.train()
+            loss = trainer.train().training_loss
         except (ValueError, NotImplementedError) as error:
             return f"{type(error).__name__}: {error}"
-    log = trainer.state.log_history[0]
-    return f"trained: {log['loss']}, {log.get('grad_norm')}"
+    return f"trained: {loss}, {trainer.state.log_history[0].get('grad_norm')}"
 
 
 def deepspeed_config(zero: int) -> dict[str, Any]:
