@@ -13,7 +13,8 @@ def assert_mean_gradients(
     tolerance: float = 1e-6,
     absolute: float = 1e-9,
 ) -> None:
-    """The mean over the ranks, which DDP and ZeRO take, is one device's gradient.
+    """The mean over the ranks, which DDP and ZeRO take, is one device's gradient, of each parameter
+    that has one there, and no others have one on ranks.
 
     Args:
         rank_gradients: of each rank, by parameter. expected: of one device, by parameter.
@@ -21,6 +22,8 @@ def assert_mean_gradients(
             norms, and gradients that ranks have in parts are rounded part by part.
         absolute: what is added to it: gradients of key biases are 0 but for rounding.
     """
+    for gradients in rank_gradients:
+        assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
         mean = sum(gradients[name] for gradients in rank_gradients) / len(rank_gradients)
         error = (mean - gradient).abs().max()
