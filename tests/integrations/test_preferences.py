@@ -84,6 +84,17 @@ def test_a_trl_trainer_trains_as_without_wallfacer(
     assert (change - expected_change).abs().max() < tolerance * largest
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["dpo", "dpo_groups"])
+def test_a_dpo_trainer_evaluates_as_without_wallfacer(
+    name: str, results: tuple[Results, Results]
+) -> None:
+    """In its loss, and in rewards, log-probabilities and accuracies, which TRL keeps in float32."""
+    actual, expected = (result[name]["eval"] for result in results)
+    assert {"eval_loss", "eval_rewards/chosen", "eval_logps/rejected"} <= expected.keys()
+    assert actual == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
 def make_grpo_trainer(folder: Path, **options: Any) -> Any:
     """A GRPOTrainer in one process, with four completions for each prompt."""
     from tests.integrations import preference_worker
