@@ -31,7 +31,7 @@ FIXED = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES"
 FIXED["PYTHONWARNINGS"] = "ignore::FutureWarning"  # DeepSpeed gives thousands of them
 IMPORTED = (
     "tests.integrations.deepspeed_jobs",
-    "tests.dsp.test_video_dit",
+    "tests.dsp.video",
     "tests.integrations.uncompiled",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.zero.stage3",

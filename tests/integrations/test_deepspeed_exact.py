@@ -137,7 +137,7 @@ def test_a_compiled_engine(two_ranks: Results, reference: Results) -> None:
 
 @pytest.mark.parametrize("name", ["bf16_2", "bf16_3"])
 def test_bf16_follows_the_float32_curve(name: str, features: Results, reference: Results) -> None:
-    """To 2%: a bf16 number has 8 bits."""
+    """To 2%: a bf16 number has 8 significant bits."""
     losses, expected = (torch.tensor(r["losses"]) for r in (features[name], reference["few"]))
     torch.testing.assert_close(losses, expected, rtol=2e-2, atol=0)
 

@@ -69,7 +69,7 @@ def first_loss(config: dict[str, Any]) -> float:
 
 
 def assert_trains(result: dict[str, Any], config: dict[str, Any]) -> None:
-    """The first loss is the reference's, in bf16 to 1% (8 bits); all losses are finite."""
+    """The first loss is the reference's, in bf16 to 1% (8 significant bits); all are finite."""
     losses = result["losses"]
     tolerance = 1e-2 if "bf16" in config else 1e-5
     assert losses[0] == pytest.approx(first_loss(config), rel=tolerance)
