@@ -2,9 +2,11 @@
 
 All figures are those of the busiest rank and link, as if all ranks kept step. A full mask's bytes
 are exact on hosts that hold whole digits (see cost/route_shape.py), on other hosts at most twice
-the real ones. Other masks are priced with the bytes of a full mask: on the busiest link of a step
-most rows are needed by some rank. Only a sliding window on a contiguous or a zigzag layout ends
-the hops early.
+the real ones. Those of concentric rings are exact on one host and with one rank a host; on other
+hosts NICs count more, since all owners of a rank's first keys count as on other hosts.
+
+Other masks are priced with the bytes of a full mask: on the busiest link of a step most rows are
+needed by some rank. Only a sliding window on a contiguous or a zigzag layout ends the hops early.
 """
 
 from __future__ import annotations
