@@ -119,7 +119,7 @@ def test_a_row_is_sent_once_to_each_rank_that_reads_it(mask, where, queries_walk
 
 
 @pytest.mark.parametrize("window", (1, 4, 8, 9, 20))
-def test_a_row_is_sent_as_often_as_a_window_reaches_shards(window):
+def test_a_row_is_sent_at_most_as_often_as_a_window_reaches_shards(window):
     """On every route; keys of a team are sent once more, to the rank that first uses them."""
     layout, reach = contiguous(16, 16 * ROWS), -(-window // ROWS)
     for name, schedule in schedules(16).items():

@@ -58,7 +58,7 @@ def test_zigzag_is_uneven_under_a_block_causal_mask():
 
 @pytest.mark.parametrize("n", (2, 4, 8))
 @pytest.mark.parametrize(("mask_type", "layout"), (("full", "contiguous"), ("causal", "zigzag")))
-def test_one_slice_is_laid_out_as_its_dense_mask(mask_type, layout, n):
+def test_one_full_slice_is_cut_contiguously_and_one_causal_slice_in_zigzag(mask_type, layout, n):
     slices = make_mask(**sliced((0, 64, 0, 64, mask_type))).slices
     assert make_layout("balanced", n, 64, slices=slices) == make_layout(layout, n, 64)
 

@@ -26,6 +26,7 @@ def test_every_token_has_one_owner(name, n, seqlen):
 def test_a_zigzag_rank_owns_an_early_and_a_late_chunk():
     assert contiguous(2, 8) == (((0, 4),), ((4, 8),))
     assert zigzag(2, 8) == (((0, 2), (6, 8)), ((2, 6),))
+    assert zigzag(3, 12) == (((0, 2), (10, 12)), ((2, 4), (8, 10)), ((4, 8),))
 
 
 @pytest.mark.parametrize("n", RANKS)
