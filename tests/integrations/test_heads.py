@@ -123,7 +123,8 @@ def assert_exact(name: str, size: int, inputs: dict[str, Any]) -> None:
     tolerance = 1e-5 if name.startswith("GPTJ") else 1e-10  # GPT-J computes scores in float32
     expected, expected_grads = train_on_one_device(name, inputs)
     ranks = run_threads(size, rank)
-    for output, _ in ranks:
+    for output, grads in ranks:
+        assert grads.keys() == expected_grads.keys()
         assert output.loss.item() == pytest.approx(expected.loss.item(), rel=tolerance)
         assert_same_outputs(output, expected, inputs["attention_mask"].bool(), tolerance)
     for parameter, grad in expected_grads.items():

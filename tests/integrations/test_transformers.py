@@ -233,9 +233,9 @@ def test_forward_kwargs_keep_the_model_from_building_a_mask(family: str) -> None
             return attention(module, q, k, v, mask, **options)
 
         model = build(family, name, {})
-        ALL_ATTENTION_FUNCTIONS[name] = spy
-        model(**wf_transformers.forward_kwargs(model, sp.shard_batch(batch(3, seqlen=24))))
-        ALL_ATTENTION_FUNCTIONS[name] = attention
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(ALL_ATTENTION_FUNCTIONS, name, spy)
+            model(**wf_transformers.forward_kwargs(model, sp.shard_batch(batch(3, seqlen=24))))
         return mask_shapes
 
     assert run_registered(2, rank) == [[(3, 1, 1, 1)] * 2] * 2
