@@ -1,8 +1,8 @@
 """Compare the sdpa kernel with torch's own attention on the same tiles, on one CPU or GPU.
 
-    python benchmarks/kernels.py                 # all tiles, float32 and bfloat16
-    python benchmarks/kernels.py --rows 4096 --threads 4
-    python benchmarks/kernels.py --device cuda --rows 8192 --heads 32 --kv-heads 8 --head-dim 128
+    python benchmarks/kernel_tiles.py                 # all tiles, float32 and bfloat16
+    python benchmarks/kernel_tiles.py --rows 4096 --threads 4
+    python benchmarks/kernel_tiles.py --device cuda --rows 8192 --heads 32 --kv-heads 8 --head-dim 128
 
 Each line is the best of several alternating runs, forward or backward, in milliseconds.
 `x` is ours / torch's; torch has no window, so there it gets a dense mask, as its users give it.
