@@ -2,7 +2,7 @@
 
     python benchmarks/kernel_tiles.py                 # all tiles, float32 and bfloat16
     python benchmarks/kernel_tiles.py --rows 4096 --threads 4
-    python benchmarks/kernel_tiles.py --device cuda --rows 8192 --heads 32 --kv-heads 8 --head-dim 128
+    python benchmarks/kernel_tiles.py --device cuda --rows 8192 --heads 32 --kv-heads 8
 
 Each line is the best of several alternating runs, forward or backward, in milliseconds.
 `x` is ours / torch's; torch has no window, so there it gets a dense mask, as its users give it.

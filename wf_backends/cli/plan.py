@@ -94,7 +94,7 @@ def plan(
     if data_parallel_size > 1 and trained is None:
         raise ValueError(
             f"--data-parallel-size {data_parallel_size} has an effect only with --model and "
-            "--memory-gib: give both, or leave it out"
+            "--memory-gib"
         )
     answer(asked, added, None if show_all else top or 6, as_json, trained)
 
@@ -151,9 +151,8 @@ def priced(asked: Request) -> Request:
     documents, typical = (request.workload.mask.cu_seqlens for request in (asked, similar))
     if documents and not typical and size > SPARSE_EXACT_UP_TO:
         raise NotImplementedError(
-            f"documents as long as these cannot be planned for on {size} ranks, only if "
-            f"{SPARSE_EXACT_UP_TO} ranks hold at least eight: give shorter --documents, fewer "
-            "--ranks, or leave --documents out"
+            f"documents of this length are too long to plan for {size} ranks: give shorter "
+            "--documents, fewer --ranks, or leave --documents out"
         )
     return with_message_counts(similar)
 

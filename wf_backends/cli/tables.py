@@ -19,8 +19,7 @@ def table_of(
 
     Args:
         rows: all with the same keys in the same order.
-        text_columns: the first ones, aligned to the left. The others hold figures, aligned to the
-            right, and are not wrapped.
+        text_columns: the first ones, on the left. Others hold figures, on the right, not wrapped.
         style: other arguments of rich's Table.
     """
     table = Table(title=escape(title), **style)
