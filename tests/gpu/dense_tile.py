@@ -12,7 +12,8 @@ from torch import Tensor
 def seen_in_window(rows: int, keys: int, window: tuple[int, int]) -> Tensor:
     """(i, j): True where the key is in the window of the row, as flash_api.cpp reads it.
 
-    A side of -1, or as long as the keys, is unlimited. The window counts from the bottom right.
+    A side of -1, or of at least as many keys as there are, is unlimited. The window counts from the
+    bottom right.
     """
     left, right = (-1 if side >= keys else side for side in window)
     if left < 0 and right < 0:

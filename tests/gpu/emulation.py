@@ -1,9 +1,9 @@
 """The functions of flash-attn and cuDNN on a CPU, with the libraries' signatures and rules.
 
 With them tests check the arguments of our kernels without a GPU. Every argument has the name of
-the library's release. flash-attn's window_size counts from the bottom right, a side longer than
-the keys is unlimited, and lse must be contiguous. cuDNN is causal from the top left, and needs
-out, dout and lse in the memory layout in which torch's MHA.cpp allocates them.
+the library's release. flash-attn's window_size counts from the bottom right, a side of at least as
+many keys as there are is unlimited, and lse must be contiguous. cuDNN is causal from the top left,
+and needs out, dout and lse in the memory layout in which torch's MHA.cpp allocates them.
 
 Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_dim.
 """
