@@ -262,4 +262,4 @@ def test_with_a_window_32_ranks_stand_for_64(wallfacer_json) -> None:
 def test_plan_refuses_long_documents_on_more_ranks_than_it_counts(wallfacer) -> None:
     cluster = ["--topology", "h100-8x400g", "--ranks", "128", "--seqlen", "262144"]
     code, _, err = wallfacer("plan", *cluster, "--documents", "32768")
-    assert code == 2 and "on 128 ranks" in err and "give shorter --documents" in err
+    assert code == 2 and "for 128 ranks" in err and "give shorter --documents" in err
