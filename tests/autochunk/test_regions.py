@@ -114,6 +114,17 @@ class TestWritesInPlace:
         assert (candidate_between(block, "linear", "linear_1") is None) == in_place
 
     @pytest.mark.parametrize("in_place", [False, True], ids=["out of place", "in place"])
+    def test_no_region_encloses_a_write_that_is_not_its_own(self, in_place: bool) -> None:
+        """It would run before or after the region."""
+
+        def block(x: Tensor, first: nn.Module, last: nn.Module) -> Tensor:
+            hidden, doubled = first(x), x * 2
+            doubled = doubled.add_(1) if in_place else doubled.add(1)
+            return last(hidden.relu()) + doubled
+
+        assert (candidate_between(block, "linear", "linear_1") is None) == in_place
+
+    @pytest.mark.parametrize("in_place", [False, True], ids=["out of place", "in place"])
     def test_no_region_copies_two_views_of_a_value_that_is_written_later(
         self, in_place: bool
     ) -> None:
@@ -191,8 +202,10 @@ def test_no_region_has_one_slice_only() -> None:
         moved = scores.view(1, 128, 64)[:, 1:].reshape(1, 64, 127)
         return moved.index_select(2, torch.arange(64)).softmax(-1) @ x
 
-    plan = checked_plan(Lambda(shifted), torch.randn(1, 64, 8))
-    assert all(part.chunks > 1 for part in plan.regions)
+    model, x = Lambda(shifted), torch.randn(1, 64, 8)
+    assert all(part.chunks > 1 for part in checked_plan(model, x).regions)
+    candidates = all_candidates(steps_of(model, x.double()))
+    assert candidates and all(candidate.max_slices > 1 for candidate in candidates)
 
 
 def test_no_region_reads_a_list_of_tensors() -> None:
