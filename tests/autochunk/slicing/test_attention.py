@@ -44,6 +44,18 @@ def test_rows_equal_those_of_all_queries_in_less_memory_than_a_mask(
     assert tracker.peak <= 6 * out_bytes < ROWS * KEYS
 
 
+def test_rows_under_autocast_are_those_of_torchs_attention_in_its_dtype() -> None:
+    """Queries and keys with rotary embeddings are float32, values that a linear made bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, KEYS, WIDTH, generator=generator) for _ in range(3))
+    v = v.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = attend_rows(q[:, :, -ROWS:], k, v, KEYS - ROWS, None)
+    assert out.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(out, expected[:, :, -ROWS:], rtol=0, atol=2e-2)
+
+
 @pytest.mark.parametrize("rows", [16, 128])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

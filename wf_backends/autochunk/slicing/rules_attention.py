@@ -77,7 +77,7 @@ def _supports_attend_rows(call: Call) -> bool:
     query = call["query"].meta["val"]
     spec = KernelSpec(
         device=query.device.type,
-        dtype=query.dtype,
+        dtype=_autocast_dtype(query),
         head_dim=query.shape[-1],
         heads=query.shape[-HEADS],
         kv_heads=call.size("key")[-HEADS],
@@ -85,6 +85,13 @@ def _supports_attend_rows(call: Call) -> bool:
     )
     supported = KERNELS["sdpa"]().refuses(spec) is None or _is_for_memory_efficient(spec)
     return query.ndim == 4 and supported
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype to which autocast casts an input of torch's fused attention; else x's own."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
 
 
 def _is_for_memory_efficient(spec: KernelSpec) -> bool:
@@ -109,6 +116,7 @@ def attend_rows(
         (b, h, i, d).
     """
     kernel, scores = KERNELS["sdpa"](), Scores(query.shape[-1] ** -0.5 if scale is None else scale)
+    query, key, value = (x.to(_autocast_dtype(x)) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if query.is_cuda:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
