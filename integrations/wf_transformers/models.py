@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import transformers
 from torch import nn
-from transformers.modeling_utils import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 Head = Literal["causal", "masked", "other"]
@@ -79,6 +79,11 @@ def class_names_in(table: str) -> set[str]:
     return {name for v in values for name in ((v,) if isinstance(v, str) else v)}
 
 
+def is_causal(model: nn.Module) -> bool:
+    """Whether no module in `model` says that its attention is not causal."""
+    return all(getattr(module, "is_causal", True) for module in model.modules())
+
+
 def uses_registry(model: PreTrainedModel) -> bool:
     """Whether a layer may look up its attention function in transformers' registry.
 
@@ -89,7 +94,8 @@ def uses_registry(model: PreTrainedModel) -> bool:
         return True
     files = {base.__module__ for module in model.modules() for base in type(module).__mro__}
     files.discard(PreTrainedModel.__module__)
-    return any(hasattr(sys.modules.get(file), REGISTRY) for file in files)
+    registries = (getattr(sys.modules.get(file), REGISTRY, None) for file in files)
+    return any(registry is ALL_ATTENTION_FUNCTIONS for registry in registries)  # Doge has its own
 
 
 def refuse_virtual_tokens(model: nn.Module) -> None:

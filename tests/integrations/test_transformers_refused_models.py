@@ -15,6 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import transformers as tf  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+from transformers.models.llama import modeling_llama  # noqa: E402
 from transformers.models.xglm import modeling_xglm  # noqa: E402
 
 import wf_transformers  # noqa: E402
@@ -61,6 +62,20 @@ def test_a_model_that_does_not_use_the_registry_is_refused_by_attach() -> None:
 
     run_threads(2, rank)
     assert model.config._attn_implementation != "wallfacer"
+
+
+def test_a_model_whose_file_has_a_registry_of_its_own_is_refused_by_attach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Doge's, in which our name is a KeyError."""
+    monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", {})
+    model = build("llama", "sdpa", {})
+
+    def rank(comm: Any) -> None:
+        with pytest.raises(NotImplementedError, match="no layer of LlamaForCausalLM"):
+            wf_transformers.attach(model, sequence_parallel(comm))
+
+    run_threads(2, rank)
 
 
 def test_apply_refuses_a_model_built_with_another_attention() -> None:
