@@ -20,7 +20,7 @@ from wf_transformers.families.experts import ROUTER_MASK, has_router_loss
 from wf_transformers.families.mixing import refuse_missing_apply, refuse_unspreadable
 from wf_transformers.families.stacks import is_cut_inside
 from wf_transformers.families.table import builds_masks
-from wf_transformers.models import outermost
+from wf_transformers.models import is_causal, outermost
 from wf_transformers.whole_batches.custom_loss import refuse_custom_loss
 
 # From 4.53 on, checkpointed layers get all keyword arguments again when they are recomputed.
@@ -51,7 +51,7 @@ def forward_kwargs(
         raise ValueError(
             f"{type(model).__name__} is cut inside: call it with the whole batch on every rank"
         )
-    causal = all(getattr(module, "is_causal", True) for module in model.modules())
+    causal = is_causal(model)
     kwargs = {k: v for k, v in local_batch.items() if k not in ("attention_mask", "labels")}
     if causal:
         mask = None if builds_masks(model) else _placeholder_mask(model, local_batch)

@@ -63,6 +63,19 @@ def test_exact_models_pass(family: str, whole_batches: bool) -> None:
         assert report is not None and report.compared >= 30  # outputs and gradients of modules
 
 
+def test_a_causal_head_over_attention_that_is_not_causal_is_compared() -> None:
+    """Its samples have one length: padding would be seen."""
+
+    def decoder() -> Any:
+        model = llama()
+        model.encoder = nn.Identity()
+        model.encoder.is_causal = False
+        return model
+
+    for report in verify_on_ranks(decoder):
+        assert_passes(report)
+
+
 def test_a_layout_that_follows_from_documents_passes() -> None:
     original = llama().float()
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.configuration_utils import PretrainedConfig
 
 from wf_backends import SequenceParallel
 from wf_backends.parallel import prepare_batch
 from wf_backends.schedule import LAYOUTS, padding_multiple
 from wf_transformers.calls import parameter_names, takes_any_keyword
-from wf_transformers.models import head_of, outermost
+from wf_transformers.families.stacks import is_cut_inside
+from wf_transformers.models import head_of, is_causal, outermost
 from wf_transformers.whole_batches.heads import head_is_over_all_rows
 
 SAMPLES = 2
@@ -102,13 +104,14 @@ def _multiple(sp: SequenceParallel) -> int:
 def _padding(model: nn.Module, ids: Tensor, sp: SequenceParallel) -> Tensor:
     """(b, S) attention mask with padding on the right.
 
-    One sample has padding where attention is known to be causal. Otherwise, or if the layout
+    One sample has padding where all attention is causal, or tells it. Otherwise, or if the layout
     follows from documents, all samples have the same padding: it becomes a document, and all
     samples have the same documents. Padding is shorter than any sliding window: in some models a
     row that sees nothing but padding is NaN.
     """
     seqlen = ids.shape[1]
-    is_ragged = head_of(model) == "causal" and not LAYOUTS[sp.config.layout].needs_documents
+    hides_padding = head_of(model) == "causal" and (is_causal(model) or is_cut_inside(model))
+    is_ragged = hides_padding and not LAYOUTS[sp.config.layout].needs_documents
     padding = min(seqlen // PADDED_FRACTION, *(window - 1 for window in _windows(model)), seqlen)
     lengths = (seqlen, seqlen - padding) if is_ragged else (seqlen - 1,) * SAMPLES
     return (torch.arange(seqlen)[None] < torch.tensor(lengths)[:, None]).long()
@@ -117,6 +120,7 @@ def _padding(model: nn.Module, ids: Tensor, sp: SequenceParallel) -> Tensor:
 def _windows(model: nn.Module) -> list[int]:
     """The sliding windows in the config, or in the layers if these differ (transformers 5)."""
     config = getattr(model, "config", None)
+    config = config.get_text_config() if isinstance(config, PretrainedConfig) else config
     try:
         windows = [getattr(config, name, None) for name in WINDOWS]
     except Exception:  # transformers' own class for configs whose layers differ
