@@ -50,7 +50,7 @@ def test_placed_routes_are_exact(size, mask):
         assert run_attend(config, 4, 2, MASKS[mask])[0] < 1e-10, config
 
 
-def peers_of(comm, config):
+def peers_of(comm, config, mask):
     """The ranks to which this rank sends rows in the forward."""
     sp = SequenceParallel(SequenceParallelConfig.from_dict(config), comm)
     q, k, v, _ = (sp.shard(x) for x in tensors(4, 4))
@@ -62,7 +62,7 @@ def peers_of(comm, config):
         return post(label, sends, recvs)
 
     comm._post = recording_post
-    sp.attention(q, k, v)
+    sp.attention(q, k, v, **mask)
     return peers
 
 
@@ -71,7 +71,13 @@ def peers_of(comm, config):
 )
 def test_reverse_turns_the_ring_around(reverse, peers):
     route = {"name": "ring", "reverse": reverse}
-    assert run_threads(4, peers_of, {"sequence_parallel_size": 4, "route": route}) == peers
+    assert run_threads(4, peers_of, {"sequence_parallel_size": 4, "route": route}, {}) == peers
+
+
+def test_a_window_that_hides_nothing_goes_the_way_of_no_window():
+    """The planner prices that way: no jump to the other side, between hosts, halfway through."""
+    ring, window = {"sequence_parallel_size": 8, "route": "ring"}, {"window_size": (44, 44)}
+    assert run_threads(8, peers_of, ring, window) == [{(rank - 1) % 8} for rank in range(8)]
 
 
 def two_reports(comm, config):

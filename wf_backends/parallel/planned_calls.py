@@ -81,6 +81,7 @@ class PlannedCalls:
         """
         lengths = [sum(rows) for _, rows in rows_by_rank]
         _check_lengths(self.config.layout, mask, spec, *lengths)
+        mask = mask.within(lengths[0])  # as it is planned for
         q_layout, kv_layout = (
             layout_of(self.config.layout, rows, mask, name) for name, rows in rows_by_rank
         )
