@@ -50,6 +50,17 @@ def test_a_size_alone_is_exact_whatever_is_chosen(size, mask):
     assert True in trades_heads or "window_size" in MASKS[mask], labels_of_plans
 
 
+def test_an_empty_batch_is_planned_for():
+    """The exchange of its heads sends no byte over any link."""
+
+    def rank(comm):
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=comm.size), comm)
+        x = torch.zeros(0, SEQLEN // comm.size, 2, 8)
+        assert sp.attention(x, x, x).shape == x.shape
+
+    run_threads(2, rank)
+
+
 NEAR = (
     {"causal": True, "cu_seqlens": [0, 3, 5, 6, 10, 14, 15, 20, 22, 25, 31, 33, 36, 40, SEQLEN]},
     {"causal": True, "window_size": (4, 0)},

@@ -47,7 +47,8 @@ def exchange_s(split: HeadSplit, load: Load) -> float:
     """Seconds of an exchange: bytes / rate of the busiest link + max(latency, `min_exchange_s`)."""
     topology, min_s = split.topology, min_exchange_s(split)
     links = (topology.inside, load.inside), (topology.between, load.nic)
-    return max(sent / link.bytes_per_s + max(link.latency_s, min_s) for link, sent in links if sent)
+    seconds = (n / link.bytes_per_s + max(link.latency_s, min_s) for link, n in links if n)
+    return max(seconds, default=0.0)  # an empty batch sends nothing
 
 
 def min_exchange_s(split: HeadSplit) -> float:
