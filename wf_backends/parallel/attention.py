@@ -87,7 +87,7 @@ class AttentionMethod:
             window_size: (left, right) tokens that a query sees besides its own, -1 = unlimited.
             cu_seqlens: borders 0 = c0 < c1 < ... = S of packed documents, host integers; the same
                 for every sample of the batch.
-            softmax_scale: default 1 / sqrt(d). softcap: 0 = none.
+            softmax_scale: positive, default 1 / sqrt(d). softcap: 0 = none.
             dropout_p: in [0, 1), the probability with which a weight is dropped.
             dropout_seed: in [0, 2**63); which weights are dropped follows from it and the global
                 sample, head, query and key alone. None = the first rank draws one for each call

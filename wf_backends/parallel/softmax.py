@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import inf, isfinite, sqrt
+from math import inf, sqrt
 from numbers import Real
 from typing import Any
 
@@ -54,10 +54,10 @@ def make_softmax(
         q: (b, s, h, d), for its heads, head_dim and device.
 
     Raises:
-        ValueError: for a softmax_scale that requires a gradient or is not finite, a softcap below
-            0, sinks, slopes or a position_bias of a wrong shape, dtype or device, slopes that
-            require a gradient or come with a scale of 0, a dropout_p outside [0, 1), and a
-            dropout_seed that is not an integer in [0, 2**63).
+        ValueError: for a softmax_scale that requires a gradient or is not positive and finite, a
+            softcap below 0, sinks, slopes or a position_bias of a wrong shape, dtype or device,
+            slopes that require a gradient, a dropout_p outside [0, 1), and a dropout_seed that is
+            not an integer in [0, 2**63).
     """
     scale, cap, heads = _scale(softmax_scale, q.shape[3]), _softcap(softcap), q.shape[2]
     for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
@@ -69,8 +69,6 @@ def make_softmax(
     _check_floats("position_bias", position_bias, q, fits, expected)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes have no gradient: pass alibi_slopes.detach()")
-    if alibi_slopes is not None and not scale:
-        raise ValueError("softmax_scale must not be 0 beside alibi_slopes")
     dropout = _dropout(dropout_p, dropout_seed, heads)
     options: dict[str, object] = {
         "softmax_scale": scale,
@@ -96,8 +94,11 @@ def _scale(softmax_scale: Any, head_dim: int) -> float:
         return 1 / sqrt(head_dim)
     is_scalar = isinstance(softmax_scale, Tensor) and softmax_scale.numel() == 1
     is_number = isinstance(softmax_scale, Real) and not isinstance(softmax_scale, bool)
-    if not (is_scalar or is_number) or not isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale must be a finite number or None, got {softmax_scale!r}")
+    if not (is_scalar or is_number) or not 0 < float(softmax_scale) < inf:
+        raise ValueError(
+            "softmax_scale must be a positive and finite number or None, got "
+            f"{softmax_scale!r}: torch's kernels give NaN for others; multiply q by a factor"
+        )
     return float(softmax_scale)
 
 
