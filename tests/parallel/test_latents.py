@@ -113,6 +113,15 @@ def attend_alone(*tensors, **options):
     return SequenceParallel(SequenceParallelConfig()).attention(*tensors, **options)
 
 
+def test_one_latent_of_one_token_gives_its_values():
+    """einsum lays this product out with the samples fastest, which torch's CPU kernel misreads."""
+    q, shared, latents = torch.randn(2, 1, 3, 2), torch.randn(2, 1, 1, 1), torch.randn(2, 1, 1, 1)
+    kv_up = torch.randn(3, 1 + 2, 1)
+    sp = SequenceParallel(SequenceParallelConfig(layout="contiguous"))
+    out = sp.attention(q, shared, latents, kv_up=kv_up)
+    assert torch.allclose(out, latents * kv_up[:, 1:, 0])
+
+
 @pytest.mark.parametrize(
     "change",
     (

@@ -11,11 +11,12 @@ from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator
 from wf_backends.schedule.mask import make_mask
 
-SEQLEN, HEADS, HEAD_DIM = 32, 4, 8
+BATCH, SEQLEN, HEADS, HEAD_DIM = 2, 32, 4, 8
 ORDERS = {  # of (b, s, h, d) in memory, slowest first
     "head_dim slowest": (3, 1, 2, 0),
     "tokens fastest, as a convolution leaves them": (0, 2, 3, 1),
     "heads fastest": (0, 1, 3, 2),
+    "samples fastest": (1, 2, 3, 0),
 }
 CONFIGS = {
     "ring": {"route": "ring"},
@@ -35,7 +36,7 @@ def parallel(comm, **options):
 def draw(dtype=torch.float64):
     """q, k, v and dout of the whole sequence."""
     random = torch.Generator().manual_seed(0)
-    shape = 1, SEQLEN, HEADS, HEAD_DIM
+    shape = BATCH, SEQLEN, HEADS, HEAD_DIM
     return [torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for _ in range(4)]
 
 

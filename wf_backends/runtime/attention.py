@@ -279,7 +279,7 @@ def _batch_first(x: Tensor) -> Tensor:
 
 def fuse(k: Tensor, v: Tensor) -> Tensor:
     """[K|V], so that one message carries both: (b, s, g, d), (b, s, g, e) -> (s, b, g, d + e)."""
-    return torch.cat((_rows_first(k), _rows_first(v)), dim=-1)
+    return torch.cat((_rows_first(k), _rows_first(v)), dim=-1).contiguous()
 
 
 def unfuse(kv: Tensor, head_dim: int) -> Tensors:

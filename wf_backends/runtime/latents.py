@@ -70,6 +70,6 @@ class LatentKernel:
         """k (b, j, h, n + r) and v (b, j, h, e)."""
         n, heads = q.shape[3] - shared.shape[3], q.shape[2]
         with torch.autocast(q.device.type, enabled=False):
-            projected = torch.einsum("bjc,hxc->bjhx", c.squeeze(2), self._up)  # b j h (n + e)
+            projected = torch.einsum("bjc,hxc->bjhx", c.squeeze(2), self._up).contiguous()
         keys = torch.cat((projected[..., :n], shared.expand(-1, -1, heads, -1)), -1)
         return keys, projected[..., n:]
