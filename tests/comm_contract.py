@@ -131,6 +131,14 @@ def buffers_are_slices_and_leaves(comm: Communicator) -> None:
     assert torch.equal(gathered, expected)
 
 
+def one_element_has_any_strides(comm: Communicator) -> None:
+    """A message of one element, whose strides no loop reads: torch calls it contiguous."""
+    strided = torch.full((1, 1), comm.rank + 1.0).as_strided((1, 1), (8, 0))
+    recvs = [(peer, torch.empty(4, 4)[:1, ::4]) for peer in peers(comm)]
+    comm.post("one element", [(peer, strided) for peer in peers(comm)], recvs).wait()
+    assert all(received.item() == peer + 1 for peer, received in recvs)
+
+
 def views_are_renumbered(comm: Communicator) -> None:
     """Views of the even and of the odd ranks, in descending order: a peer is a rank in the view."""
     ranks = [rank for rank in reversed(range(comm.size)) if rank % 2 == comm.rank % 2]
@@ -168,6 +176,7 @@ CHECKS: tuple[Callable[[Communicator], None], ...] = (
     an_empty_post,
     empty_tensors,
     buffers_are_slices_and_leaves,
+    one_element_has_any_strides,
     views_are_renumbered,
     bytes_are_counted,
     make_comm_returns_a_communicator_unchanged,

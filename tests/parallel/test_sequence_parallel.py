@@ -194,6 +194,14 @@ def test_document_zigzag_is_exact_for_documents_of_any_length(degree):
     assert largest(run_threads(4, document_error, degree)) < 1e-10
 
 
+def test_shard_batch_takes_one_token_of_any_strides():
+    """torch calls a tensor of one element contiguous, whatever its strides are."""
+    every_eighth = torch.arange(8.0)[None, ::8]
+    batch = {"input_ids": torch.ones(1, 1, dtype=torch.int64), "weights": every_eighth}
+    sp = SequenceParallel(SequenceParallelConfig(layout="contiguous"))
+    assert torch.equal(sp.shard_batch(batch)["weights"], torch.zeros(1, 1))
+
+
 @pytest.mark.parametrize("degree", (1, 2))
 def test_shard_batch_in_document_zigzag_has_the_rows_of_positions(degree):
     def rank(comm):

@@ -113,7 +113,7 @@ class MpiComm(ProcessComm):
         receiving, sending = ("message from", mpi.Irecv, recvs), ("message to", mpi.Isend, sends)
         for transfer, start, messages in (receiving, sending):
             for peer, tensor in messages:
-                data = tensor.detach().view(-1).view(torch.uint8)
+                data = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
                 for part in data.split(self.max_message):  # an empty tensor has one empty part
                     with self.named_errors(label, transfer, peer):
                         request = start([part, part.numel(), self.MPI.BYTE], peer, tag)

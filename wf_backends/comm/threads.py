@@ -193,4 +193,4 @@ def run_threads(size: int, fn: Callable[..., T], *args: object, timeout: float =
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
