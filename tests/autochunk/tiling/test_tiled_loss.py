@@ -109,12 +109,14 @@ def test_head_that_is_tied_to_the_embedding(trained: bool) -> None:
         assert_close(loss_and_gradients(model, make_batch()), expected)
 
 
-def test_loss_of_a_bfloat16_model_is_float32() -> None:
+@pytest.mark.parametrize("cast_after", [False, True], ids=["cast", "cast by an engine"])
+def test_loss_of_a_bfloat16_model_is_float32(cast_after: bool) -> None:
     """Tolerances are those of bfloat16 parameters: 0.01 for the loss, 0.02 for gradients."""
     model = build_model()
     expected_loss, *expected_grads = loss_and_gradients(model, make_batch())
-    model.bfloat16()
+    model = model if cast_after else model.bfloat16()
     with tile_modules(model, head_tiles()):
+        model.bfloat16()
         loss, *grads = loss_and_gradients(model, make_batch())
     assert loss.dtype == torch.float32
     assert_close([loss.double()], [expected_loss], 0.01)
@@ -158,6 +160,13 @@ def test_tiled_training_returns_no_logits() -> None:
     model = build_model()
     with tile_modules(model, head_tiles()):
         assert set(model(**make_batch())) == {"loss"}
+
+
+def test_loss_is_computed_in_inference_mode() -> None:
+    model = build_model()
+    expected = model(**make_batch())["loss"].detach()
+    with tile_modules(model, head_tiles()), torch.inference_mode():
+        assert_close([model(**make_batch())["loss"]], [expected])
 
 
 def test_call_without_labels_returns_logits() -> None:

@@ -28,6 +28,7 @@ from wf_backends.parallel import IGNORE_INDEX
 
 LOSS = "ForCausalLMLoss"
 """The name in transformers of the only loss that can be tiled."""
+WIDE = (torch.float32, torch.float64)
 
 
 def tile_loss(owner: nn.Module, head: nn.Module, tiles: int, handle: Handle) -> None:
@@ -62,7 +63,7 @@ def torch_has_the_loss(head: nn.Module) -> bool:
 
     It computes logits only once. In 16 bits it would round the loss, and it ignores autocast.
     """
-    is_wide_linear = type(head) is nn.Linear and head.weight.dtype in (torch.float32, torch.float64)
+    is_wide_linear = type(head) is nn.Linear and head.weight.dtype in WIDE
     return is_wide_linear and hasattr(F, "linear_cross_entropy")
 
 
@@ -109,8 +110,9 @@ class _HeadLoss:
     def _sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The sum of the cross entropies of hidden (n, h) and labels (n,)."""
         assert self.call is not None
-        index = _ignore_index(self.call)
-        if self.by_torch and not torch.is_autocast_enabled(hidden.device.type):
+        index, device = _ignore_index(self.call), hidden.device.type
+        by_torch = self.by_torch and self.head.weight.dtype in WIDE  # engines cast tiled models
+        if by_torch and not torch.is_autocast_enabled(device):
             rows = -(-len(hidden) // self.tiles)
             options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None)
             kwargs = {"linear_bias": self.head.bias, "ignore_index": index, "options": options}
@@ -157,7 +159,7 @@ class _TokenLosses(nn.Module):
 
 def _is_unchanged(x: Tensor, loss: Tensor | None) -> bool:
     """Whether x still is the loss; hooks of frameworks may have detached it."""
-    if loss is None or x._version:
+    if loss is None or not (x.is_inference() or x._version == 0):
         return False
     return x.untyped_storage()._cdata == loss.untyped_storage()._cdata
 
