@@ -39,6 +39,8 @@ def run_checks(comm: Communicator) -> dict[str, object]:
             "batched": send_around_a_ring(comm, comm._post_batch),
             "subgroup": run_contract_in_subgroups(comm),
             "own group": make_own_group(comm.group),
+            "timeouts": [timeouts_of_waits(comm.group, batched) for batched in (False, True)],
+            "timeout of a new group": GroupComm(dist.new_group()).wait_args,
         }
     return facts
 
@@ -48,6 +50,29 @@ def make_own_group(world: dist.ProcessGroup) -> tuple[bool, bool]:
     group = own_group()
     assert group is not None
     return group is not world, timeout_of(group) == timeout_of(world) is not None
+
+
+class Work:
+    """A work that notes the arguments of its `wait`."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.work, self.wait_args = work, ()
+
+    def wait(self, *args) -> None:
+        self.wait_args = args
+        self.work.wait(*args)
+
+
+def timeouts_of_waits(group: dist.ProcessGroup, batched: bool) -> list[tuple[timedelta, ...]]:
+    """What the waits of a communicator with a timeout of 30 s pass to torch's works."""
+    comm = GroupComm(group, timeout=30.0)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    post = comm._post_batch if batched else comm._post_each
+    pending = post("ring", [(right, torch.ones(1))], [(left, torch.empty(1))])
+    works = [Work(work) for *_, work in pending.works]
+    pending.works = [("message", left, work) for work in works]
+    pending.wait()
+    return [work.wait_args for work in works]
 
 
 def wait_in_vain(comm: Communicator, group_timeout: timedelta, timeout: float | None) -> str:
@@ -154,6 +179,17 @@ def test_messages_on_the_paths_of_cuda_tensors_arrive(four_ranks, path):
 
 def test_own_group_is_a_new_group_with_the_same_timeout(four_ranks):
     assert all(facts["own group"] == (True, True) for facts in four_ranks)
+
+
+def test_a_timeout_is_for_waits_of_gloo_alone(four_ranks):
+    """With a timeout, the wait of NCCL would hold the host until the messages have arrived."""
+    for facts in four_ranks:
+        assert facts["timeouts"] == [[(timedelta(seconds=30),)] * 2, [()] * 2]
+
+
+def test_a_group_made_without_a_timeout_waits_as_long_as_the_default_group(four_ranks):
+    """torch gives it 30 minutes."""
+    assert {facts["timeout of a new group"] for facts in four_ranks} == {(timedelta(seconds=60),)}
 
 
 def test_without_a_job_there_is_no_own_group():

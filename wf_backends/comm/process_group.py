@@ -31,6 +31,18 @@ def as_timeout(seconds: float | None, parent: dist.ProcessGroup) -> timedelta | 
     return timeout_of(parent) if seconds is None else timedelta(seconds=seconds)
 
 
+def _wait_timeout(group: dist.ProcessGroup, seconds: float | None) -> timedelta | None:
+    """How long a wait of gloo waits; None = the group's timeout.
+
+    Without `seconds` a group of `dist.new_group()`, which has torch's 30 minutes, waits as long as
+    the default group.
+    """
+    world = dist.group.WORLD
+    if seconds is None and timeout_of(group) == dist.distributed_c10d.default_pg_timeout and world:
+        return timeout_of(world)
+    return None if seconds is None else timedelta(seconds=seconds)
+
+
 def own_group(timeout: float | None = None) -> dist.ProcessGroup | None:
     """A new group of all ranks; None if torch.distributed is not initialised. Call it on all ranks.
 
@@ -58,7 +70,8 @@ class GroupComm(ProcessComm):
 
     Args:
         group: None = the default group.
-        timeout: seconds that a wait of gloo waits; None = the group's timeout.
+        timeout: seconds that a wait of gloo waits; None = the group's timeout, or that of the
+            default group if this one was made without a timeout.
     """
 
     def __init__(
@@ -69,7 +82,8 @@ class GroupComm(ProcessComm):
         self.group: dist.ProcessGroup = group_or_world
         ranks = dist.get_process_group_ranks(self.group)
         super().__init__(dist.get_rank(group), len(ranks), ranks)
-        self.wait_args = () if timeout is None else (timedelta(seconds=timeout),)
+        wait_timeout = _wait_timeout(self.group, timeout)
+        self.wait_args = () if wait_timeout is None else (wait_timeout,)
         pairs = dist.get_backend_config(self.group).split(",")  # such as cpu:gloo,cuda:nccl
         self._backends = dict(pair.split(":") for pair in pairs)
         self.on_host = "cpu" in self._backends
@@ -140,7 +154,7 @@ class GroupComm(ProcessComm):
                     works.append((transfer, peer, start([tensor], peer, tag)))
                 except RuntimeError as error:
                     raise self.failed(label, transfer, peer, error) from error
-        return _GroupPending(self, label, works)
+        return _GroupPending(self, label, works, self.wait_args)
 
     def _post_batch(
         self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
@@ -157,7 +171,9 @@ class GroupComm(ProcessComm):
             works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
             raise self.failed(label, transfer, lowest_peer, error) from error
-        return _GroupPending(self, label, [(transfer, lowest_peer, work) for work in works], ops)
+        # Without a timeout: NCCL's `wait` would hold the host until the messages have arrived.
+        waits = [(transfer, lowest_peer, work) for work in works]
+        return _GroupPending(self, label, waits, keep_alive=ops)
 
 
 @dataclass(eq=False)
@@ -165,6 +181,7 @@ class _GroupPending(Pending):
     comm: GroupComm
     label: str
     works: list[tuple[str, int, dist.Work]]  # transfer, peer, work
+    wait_args: tuple[timedelta, ...] = ()
     keep_alive: object = None  # the buffers, until waited for
 
     def wait(self) -> None:
@@ -172,7 +189,7 @@ class _GroupPending(Pending):
         for transfer, peer, work in self.works:
             comm.waits = Wait(comm.current_pass, self.label, transfer, peer, since)
             try:
-                work.wait(*comm.wait_args)
+                work.wait(*self.wait_args)
             except RuntimeError as error:
                 raise comm.failed(self.label, transfer, peer, error) from error
         comm.waits = None
