@@ -9,12 +9,14 @@ from typing import Any, Literal, TypeVar
 
 import transformers
 from torch import nn
+from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 Head = Literal["causal", "masked", "other"]
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # imported by the files whose attention uses the registry
 Row = TypeVar("Row")
+WINDOWS = ("sliding_window", "window_size", "local_attention")  # config fields
 VARYING_ROPE = ("dynamic", "longrope")
 
 
@@ -113,6 +115,22 @@ def refuse_virtual_tokens(model: nn.Module) -> None:
                     f"PEFT's {peft_type}: its virtual tokens would stand before every rank's part "
                     "of the sequence; take LoRA, or another kind without virtual tokens"
                 )
+
+
+def windows_of(module: nn.Module) -> list[int]:
+    """The sliding windows in the configs of Hugging Face models in `module`, or in the layers if
+    these differ (transformers 5)."""
+    return [w for model in outermost(module) or [module] for w in _windows(model)]
+
+
+def _windows(model: nn.Module) -> list[int]:
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if isinstance(config, PretrainedConfig) else config
+    try:
+        windows = [getattr(config, name, None) for name in WINDOWS]
+    except Exception:  # transformers' own class for configs whose layers differ
+        windows = [getattr(module, WINDOWS[0], None) for module in model.modules()]
+    return [window for window in windows if isinstance(window, int) and window > 0]
 
 
 def warn_about_windows(model: PreTrainedModel) -> None:

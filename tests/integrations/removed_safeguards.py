@@ -21,7 +21,7 @@ Context = AbstractContextManager[Any]
 def ignored_dense_masks() -> Context:
     """A dense attention mask is dropped, so that attention is causal."""
 
-    def without_mask(arguments: dict[str, Any], _: Any) -> dict[str, Any]:
+    def without_mask(_: Any, arguments: dict[str, Any], __: Any) -> dict[str, Any]:
         return {name: x for name, x in arguments.items() if name != "attention_mask"}
 
     return patch.object(hooks, "with_slices", without_mask)

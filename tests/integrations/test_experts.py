@@ -77,6 +77,22 @@ def test_whole_batches_have_the_loss_of_one_device_on_every_rank(
         assert_close(sum(grads[key] for *_, grads in ranks) / size, expected_grad, key)
 
 
+def test_whole_batches_of_embeddings_have_the_loss_of_one_device() -> None:
+    inputs = batch()
+    expected, _ = run_on_one_device("mixtral", inputs)
+    models = [build_mixture("mixtral") for _ in range(2)]
+
+    def evaluate(comm: Any) -> torch.Tensor:
+        model = models[comm.rank]
+        embeddings = model.get_input_embeddings()(inputs["input_ids"])
+        with wf_transformers.attach_model(model, sequence_parallel(comm)) as handle, NoFloat32():
+            wf_transformers.WholeBatchHooks(model, handle)
+            return model(inputs_embeds=embeddings, labels=inputs["labels"]).loss.detach()
+
+    for loss in run_threads(2, evaluate):
+        assert_close(loss, expected.loss.detach(), "loss")
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_losses_of_shards_sum_to_the_loss_of_one_device(name: str) -> None:
     """In a training loop that shards the batch itself; gradients are summed over the ranks."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,14 +123,21 @@ def test_whole_batches_are_exact(name: str, given_as: str, layout: str) -> None:
     assert_means_are(run_under_dense_mask(family, slices), run_threads(2, rank))
 
 
-@pytest.mark.parametrize(("head", "mask_types"), [("causal", None), ("masked", ["causal"])])
+@pytest.mark.parametrize(
+    ("head", "window", "mask_types"),
+    [("causal", None, None), ("causal", SEQLEN, None), ("causal", 5, ["causal"])]
+    + [("masked", None, ["causal"])],
+)
 def test_a_dense_causal_mask_is_slices_only_where_it_is_not_the_models_own(
-    head: Any, mask_types: list[str] | None
+    head: Any, window: int | None, mask_types: list[str] | None
 ) -> None:
+    """Beside a window shorter than the sequence transformers takes it as it is: all keys before."""
     above_diagonal = torch.ones(SEQLEN, SEQLEN).triu(1) != 0
     causal = torch.zeros(SEQLEN, SEQLEN, dtype=torch.float64).masked_fill(above_diagonal, -1e30)
     inputs = {"attention_mask": causal[None, None], "input_ids": batch()["input_ids"]}
-    assert with_slices(inputs, head).get("attn_mask_types") == mask_types
+    model = torch.nn.Module()
+    model.config = SimpleNamespace(sliding_window=window)
+    assert with_slices(model, inputs, head).get("attn_mask_types") == mask_types
 
 
 def test_windows_beside_slices_are_refused() -> None:

@@ -7,21 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.configuration_utils import PretrainedConfig
 
 from wf_backends import SequenceParallel
 from wf_backends.parallel import prepare_batch
 from wf_backends.schedule import LAYOUTS, padding_multiple
 from wf_transformers.calls import parameter_names, takes_any_keyword
 from wf_transformers.families.stacks import is_cut_inside
-from wf_transformers.models import head_of, is_causal, outermost
+from wf_transformers.models import head_of, is_causal, outermost, windows_of
 from wf_transformers.whole_batches.heads import head_is_over_all_rows
 
 SAMPLES = 2
 CHUNK_TOKENS = 6  # tokens of the random sequence in each of a rank's chunks
 MAX_TOKENS = 512  # of the whole sequence, unless chunks would get fewer than two tokens
 PADDED_FRACTION = 3  # where attention is causal, 1/3 of one sample is padding
-WINDOWS = ("sliding_window", "window_size", "local_attention")  # config fields
 
 
 def random_batch(
@@ -112,20 +110,9 @@ def _padding(model: nn.Module, ids: Tensor, sp: SequenceParallel) -> Tensor:
     seqlen = ids.shape[1]
     hides_padding = head_of(model) == "causal" and (is_causal(model) or is_cut_inside(model))
     is_ragged = hides_padding and not LAYOUTS[sp.config.layout].needs_documents
-    padding = min(seqlen // PADDED_FRACTION, *(window - 1 for window in _windows(model)), seqlen)
+    padding = min(seqlen // PADDED_FRACTION, *(window - 1 for window in windows_of(model)), seqlen)
     lengths = (seqlen, seqlen - padding) if is_ragged else (seqlen - 1,) * SAMPLES
     return (torch.arange(seqlen)[None] < torch.tensor(lengths)[:, None]).long()
-
-
-def _windows(model: nn.Module) -> list[int]:
-    """The sliding windows in the config, or in the layers if these differ (transformers 5)."""
-    config = getattr(model, "config", None)
-    config = config.get_text_config() if isinstance(config, PretrainedConfig) else config
-    try:
-        windows = [getattr(config, name, None) for name in WINDOWS]
-    except Exception:  # transformers' own class for configs whose layers differ
-        windows = [getattr(module, WINDOWS[0], None) for module in model.modules()]
-    return [window for window in windows if isinstance(window, int) and window > 0]
 
 
 def _vocabulary(model: nn.Module, config: Any) -> int | None:

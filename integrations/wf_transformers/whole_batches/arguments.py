@@ -19,7 +19,7 @@ from wf_transformers.calls import (
     takes_any_keyword,
     tokens_of,
 )
-from wf_transformers.models import Head, outermost
+from wf_transformers.models import Head, outermost, windows_of
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments for flash attention from collators without padding."""
@@ -42,6 +42,12 @@ def seqlen_of(arguments: Mapping[str, Any]) -> int:
     if tokens is None:
         raise ValueError(f'the model was called without "input_ids", with {sorted(arguments)}')
     return tokens.shape[1]
+
+
+def mask_of_ones(arguments: Mapping[str, Any]) -> Tensor:
+    """The attention_mask (b, S) of a batch without padding."""
+    tokens: Any = tokens_of(arguments)
+    return torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
 
 
 def has_row_per_token(key: str, value: Any, seqlen: int) -> bool:
@@ -119,8 +125,10 @@ def refuse_lost_arguments(model: nn.Module, names: list[str], kwargs: Mapping[st
         )
 
 
-def with_slices(arguments: dict[str, Any], head: Head) -> dict[str, Any]:
+def with_slices(model: nn.Module, arguments: dict[str, Any], head: Head) -> dict[str, Any]:
     """The arguments with a dense mask replaced by slices, or by nothing if it is causal or full.
+
+    A dense mask says all that is seen, so a causal one is no model's own beyond its window.
 
     Dense masks are (b, 1, S, S), bool or added to scores, or (b, S, S) for BERT, 1 = seen.
 
@@ -139,7 +147,8 @@ def with_slices(arguments: dict[str, Any], head: Head) -> dict[str, Any]:
         raise ValueError(f"attention_{error}") from None  # the message begins with "mask"
     whole, mask_type = [(0, mask.shape[-1])], "causal" if head == "causal" else "full"
     default = {"q_ranges": whole, "k_ranges": whole, "attn_mask_types": [mask_type]}
-    return others if slices == default else others | {**slices}
+    is_default = slices == default and all(mask.shape[-1] <= w for w in windows_of(model))
+    return others if is_default else others | {**slices}
 
 
 def with_documents(batch: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from wf_transformers.whole_batches.arguments import (
     has_row_per_token,
     keep_padding_in_range,
     logits_of,
+    mask_of_ones,
     refuse_arguments,
     refuse_lost_arguments,
     refuse_overwriting,
@@ -128,18 +129,18 @@ class WholeBatchHooks:
         arguments = with_cu_seqlens(by_name(self._names, args, kwargs))
         if self.compares_first and model.training and torch.is_grad_enabled():
             self.handle.compare_first(arguments)
-        arguments = with_slices(arguments, self._head)
+        arguments = with_slices(model, arguments, self._head)
         refuse_arguments(arguments)
         labelled, fused_head = arguments.get("labels") is not None, bool(arguments.get(FUSED))
         if labelled and self._head == "other":
             raise NotImplementedError(unknown_labels(model))
         requested = arguments.pop(WHOLE_LOGITS, None)
-        whole_logits, hides_logits = self._logits_mode(requested, model.training, labelled)
+        logits_mode = self._logits_mode(requested, model.training, labelled)
         custom_loss = labelled and not fused_head and self._has_custom_loss(model, arguments)
         seqlen = seqlen_of(arguments)
         batch = self._cut_arguments(arguments, seqlen)
         if any(wants_router_loss(inner, arguments) for inner in outermost(model)):
-            batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+            batch.setdefault("attention_mask", mask_of_ones(batch))
         if custom_loss:
             self._warn_about_padding(batch)
             arguments["labels"] = self.handle.without_padded_labels(batch)["labels"]
@@ -148,8 +149,7 @@ class WholeBatchHooks:
         local = self._shard(batch)
         keep_padding_in_range(model, local, seqlen)
         num_items = None if custom_loss or self._media else others.pop("num_items_in_batch", None)
-        logits_mode = (whole_logits, hides_logits, fused_head, custom_loss)
-        self._call = Call(seqlen, local, num_items, *logits_mode)
+        self._call = Call(seqlen, local, num_items, *logits_mode, fused_head, custom_loss)
         self.handle.attention.logits_are_whole = custom_loss
         self._head_called = False
         self._noise.enter(model, seqlen_of(local), seqlen)
