@@ -124,18 +124,25 @@ def test_whole_batches_are_exact(name: str, given_as: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "window", "mask_types"),
-    [("causal", None, None), ("causal", SEQLEN, None), ("causal", 5, ["causal"])]
-    + [("masked", None, ["causal"])],
+    ("head", "is_causal", "window", "mask_types"),
+    [
+        ("causal", True, None, None),
+        ("causal", True, SEQLEN, None),
+        ("causal", True, 5, ["causal"]),
+        ("causal", False, None, ["causal"]),
+        ("masked", False, None, ["causal"]),
+    ],
 )
 def test_a_dense_causal_mask_is_slices_only_where_it_is_not_the_models_own(
-    head: Any, window: int | None, mask_types: list[str] | None
+    head: Any, is_causal: bool, window: int | None, mask_types: list[str] | None
 ) -> None:
-    """Beside a window shorter than the sequence transformers takes it as it is: all keys before."""
+    """Beside a window shorter than the sequence transformers takes it as it is: all keys before.
+    A causal head may be that of an encoder (RobertaForCausalLM without is_decoder)."""
     above_diagonal = torch.ones(SEQLEN, SEQLEN).triu(1) != 0
     causal = torch.zeros(SEQLEN, SEQLEN, dtype=torch.float64).masked_fill(above_diagonal, -1e30)
     inputs = {"attention_mask": causal[None, None], "input_ids": batch()["input_ids"]}
-    model = torch.nn.Module()
+    model: Any = torch.nn.Module()
+    model.is_causal = is_causal
     model.config = SimpleNamespace(sliding_window=window)
     assert with_slices(model, inputs, head).get("attn_mask_types") == mask_types
 

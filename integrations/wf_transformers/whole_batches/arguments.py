@@ -19,7 +19,7 @@ from wf_transformers.calls import (
     takes_any_keyword,
     tokens_of,
 )
-from wf_transformers.models import Head, outermost, windows_of
+from wf_transformers.models import Head, is_causal, outermost, windows_of
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments for flash attention from collators without padding."""
@@ -145,7 +145,8 @@ def with_slices(model: nn.Module, arguments: dict[str, Any], head: Head) -> dict
         slices = slices_of_mask(mask)
     except ValueError as error:
         raise ValueError(f"attention_{error}") from None  # the message begins with "mask"
-    whole, mask_type = [(0, mask.shape[-1])], "causal" if head == "causal" else "full"
+    mask_type = "causal" if head == "causal" and is_causal(model) else "full"
+    whole = [(0, mask.shape[-1])]
     default = {"q_ranges": whole, "k_ranges": whole, "attn_mask_types": [mask_type]}
     is_default = slices == default and all(mask.shape[-1] <= w for w in windows_of(model))
     return others if is_default else others | {**slices}
