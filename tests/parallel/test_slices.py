@@ -103,11 +103,14 @@ def test_masks_that_differ_or_do_not_fit_are_refused_on_all_ranks(masks, message
     assert run_threads(2, rank) == ["refused", "refused"]
 
 
-def test_rows_in_no_slice_give_zero_and_get_no_gradient():
+@pytest.mark.parametrize("sink", (None, 0.0, -torch.inf))
+def test_rows_in_no_slice_give_zero_and_get_no_gradient(sink):
+    sinks = None if sink is None else torch.full((4,), sink, dtype=torch.float64)
+
     def rank(comm):
         sp = on_a_ring(comm)
         q, k, v, _ = (sp.shard(x).requires_grad_() for x in tensors(4, 4))
-        out = sp.attention(q, k, v, **sliced((0, 5, 0, 5, "causal")))
+        out = sp.attention(q, k, v, **sliced((0, 5, 0, 5, "causal")), sinks=sinks)
         out.square().sum().backward()
         in_no_slice = sp.positions(SEQLEN) >= 5
         return [x[:, in_no_slice] for x in (out.detach(), q.grad, k.grad)]

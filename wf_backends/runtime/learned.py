@@ -10,6 +10,7 @@ Source: sinks as in gpt-oss (arXiv 2508.10925, section 2.2); arXiv 2309.17453.
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
         out: (s, b, h, d), 0 where a row sees no key. lse: (s, b, h), -inf there. sinks: (h,).
     """
     merged = torch.logaddexp(lse, sinks.to(lse.dtype))
+    merged = merged.masked_fill(merged == -inf, 0.0)  # no key, and a sink of -inf: out' = 0
     return out * torch.exp(lse - merged).unsqueeze(-1), merged
 
 
