@@ -145,6 +145,14 @@ def test_position_bias_of_another_shape_or_dtype_is_refused(bias):
     assert_refused(r"position_bias must be floats \(4 heads, 2 n - 1\)", position_bias=bias)
 
 
+@pytest.mark.parametrize("value", (-INF, NAN))
+def test_position_bias_that_is_not_finite_is_refused(value):
+    """Rows that it hides from all keys of a tile would give NaN."""
+    bias = torch.zeros(4, 5)
+    bias[:, :2] = value
+    assert_refused("position_bias must be finite", position_bias=bias)
+
+
 @pytest.mark.parametrize(
     ("name", "shape"), (("sinks", (4,)), ("alibi_slopes", (4,)), ("position_bias", (4, 5)))
 )

@@ -103,7 +103,7 @@ class AttentionMethod:
                 "inverse_causal" (the first query sees from the first key on) or "bicausal" (both).
             sinks: (h,), any float dtype: logits that take part in the softmax and have no value.
             alibi_slopes: (h,), without a gradient, as in flash-attn.
-            position_bias: (h, 2 n - 1), any float dtype, for the distances j - i from 1 - n to
+            position_bias: (h, 2 n - 1), finite, any float dtype, for distances j - i from 1 - n to
                 n - 1; larger distances use the value of the nearest end, as in T5's buckets.
             kv_up: (h, n + e, c), [W_k | W_v] of each head, for multi-head latent attention: k is
                 (b, s', 1, r), the part of the keys that all heads share, and v (b, s', 1, c) the

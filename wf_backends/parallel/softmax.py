@@ -55,9 +55,9 @@ def make_softmax(
 
     Raises:
         ValueError: for a softmax_scale that requires a gradient or is not positive and finite, a
-            softcap below 0, sinks, slopes or a position_bias of a wrong shape, dtype or device,
-            slopes that require a gradient, a dropout_p outside [0, 1), and a dropout_seed that is
-            not an integer in [0, 2**63).
+            softcap below 0, sinks, slopes or a position_bias of a wrong shape, dtype or device, a
+            bias that is not finite (not read on a GPU), slopes that require a gradient, a dropout_p
+            outside [0, 1), and a dropout_seed that is not an integer in [0, 2**63).
     """
     scale, cap, heads = _scale(softmax_scale, q.shape[3]), _softcap(softcap), q.shape[2]
     for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
@@ -67,6 +67,8 @@ def make_softmax(
     fits = len(shape) == 2 and shape[0] == heads and shape[1] % 2 == 1
     expected = f"floats ({heads} heads, 2 n - 1), of the distances 1 - n to n - 1"
     _check_floats("position_bias", position_bias, q, fits, expected)
+    if position_bias is not None and position_bias.is_cpu and not position_bias.isfinite().all():
+        raise ValueError("position_bias must be finite, got inf or nan: hide keys by the mask")
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes have no gradient: pass alibi_slopes.detach()")
     dropout = _dropout(dropout_p, dropout_seed, heads)
