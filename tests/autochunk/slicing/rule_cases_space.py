@@ -116,6 +116,8 @@ SPACE = [
     case(aten.upsample_nearest2d.vec, "0123", lambda t: (t("b", "c", 5, 4), None, [2.0, 3.0])),
     case(aten.upsample_nearest2d.vec, "013", lambda t: (t("b", "c", 2, 4), None, [2.4, 2.0])),
     case(aten.upsample_nearest2d.vec, "0123", lambda t: (t("b", "c", 5, 4), [10, 8], None)),
+    case(aten.upsample_nearest2d.vec, "012", lambda t: (t("b", "c", 5, 10), None, [2.0, 1.15])),
+    case(aten.upsample_nearest2d, "012", lambda t: (t("b", "c", 5, 10), [10, 11], 2.0, 1.15)),
     case(aten.upsample_nearest3d, "01234", lambda t: (t("b", "c", 2, 3, 2), [4, 6, 2])),
     case(aten._upsample_nearest_exact1d, "012", lambda t: (t("b", "c", 5), [15])),
     case(aten._upsample_nearest_exact2d, "0123", lambda t: (t("b", "c", 5, 4), [10, 8])),

@@ -159,10 +159,10 @@ def nearest(call: Call, dim: int) -> Reads | None:
 
 
 def write_nearest(slice_: Slice) -> fx.Node:
-    if slice_.dim < 2:
+    """Scales stay: a scale of another dimension need not be the ratio of its sizes."""
+    if slice_.call.get("scale_factors"):
         return slice_.call_same()
-    scales = {name: None for name in slice_.arguments if "scale" in name}
-    return slice_.call_same(output_size=slice_.shape[2:], **scales)
+    return slice_.call_same(output_size=slice_.shape[2:])
 
 
 def not_space(num_dims: int) -> Rule:
