@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from tests.autochunk.helpers import ANY_SLOWDOWN, Lambda, measured_peak, relative_error
 from wf_backends.autochunk import ChunkPlan, autochunk
 from wf_backends.autochunk.graph.capture import capture
 from wf_backends.autochunk.graph.memory import Effects, Steps, read_steps
-from wf_backends.autochunk.region import Bodies, ChunkedRegion, Region, slice_length
+from wf_backends.autochunk.lower import lower
+from wf_backends.autochunk.region import Region
 from wf_backends.autochunk.search import Candidate, candidate_in, candidates_at
 
 
@@ -31,8 +33,8 @@ def checked_plan(model: nn.Module, x: Tensor) -> ChunkPlan:
     return chunked.plan
 
 
-def steps_of(model: nn.Module, x: Tensor, effects: Effects | None = None) -> Steps:
-    return read_steps(capture(model.eval(), (x,), {}).graph, effects or Effects())
+def steps_of(model: nn.Module, x: Tensor) -> Steps:
+    return read_steps(capture(model.eval(), (x,), {}).graph, Effects())
 
 
 def all_candidates(steps: Steps) -> list[Candidate]:
@@ -67,21 +69,68 @@ class TestImages:
         parts = nn.Conv2d(2, 8, 1), nn.Conv2d(8, 2, 1, stride=2)
         checked_plan(Lambda(block, *parts), torch.randn(1, 2, 24, 24))
 
-    def test_every_candidate_with_a_stride_can_be_built(self) -> None:
-        """A region raises if its slices miss rows of a value that is read outside it."""
 
-        def block(x: Tensor, widen: nn.Module, down: nn.Module) -> Tensor:
-            hidden = torch.tanh(widen(x))
-            return down(hidden).sum() + hidden
+def strided_reader(x: Tensor) -> Tensor:
+    hidden = x.tanh()
+    return F.max_pool2d(hidden, 1, 2).sum() + hidden
 
-        parts, effects = (nn.Conv2d(2, 32, 1), nn.Conv2d(32, 2, 1, stride=2)), Effects()
-        candidates = all_candidates(
-            steps_of(Lambda(block, *parts), torch.randn(1, 2, 24, 24), effects)
-        )
-        assert candidates
-        for candidate in candidates:
-            length = slice_length(candidate.flow, 4)
-            ChunkedRegion(Region(candidate.flow, length), Bodies(effects))
+
+def pool_of_an_odd_size(x: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = x[..., :9].tanh()
+    return hidden, F.max_pool2d(hidden, 2)
+
+
+def reader_of_the_first_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = x.tanh()
+    return hidden, hidden[:, :, :4] * 2
+
+
+def gather_of_fewer_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = x.tanh()
+    return hidden, hidden.gather(2, torch.zeros(1, 2, 6, 5, dtype=torch.int64))
+
+
+def padding_wider_than_a_slice(x: Tensor) -> Tensor:
+    pooled = F.max_pool2d(F.avg_pool2d(x.tanh(), 2), 3, 1, 1)
+    return F.pad(F.pad(pooled, (5, -2, 5, 5)), (-1, 3))
+
+
+def attention_that_nobody_reads(x: Tensor) -> Tensor:
+    hidden = x.tanh()
+    F.scaled_dot_product_attention(hidden, hidden, hidden).relu_()
+    return x + 1
+
+
+def part_read_by_position(x: Tensor) -> Tensor:
+    return x.tanh()[..., 2:7].as_strided((1, 4, 5, 5), (400, 100, 10, 1), 1) + 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        strided_reader,
+        pool_of_an_odd_size,
+        reader_of_the_first_rows,
+        gather_of_fewer_rows,
+        padding_wider_than_a_slice,
+        attention_that_nobody_reads,
+        part_read_by_position,
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_every_candidate_computes_the_models_outputs(function: Callable[..., object]) -> None:
+    """Each candidate alone, in slices of its smallest length."""
+    x = torch.randn(1, 4, 10, 10).double()
+    expected = pytree.tree_leaves(function(x))
+    steps = steps_of(Lambda(function), x)
+    nodes = [step.node for step in steps.steps]
+    candidates = all_candidates(steps)
+    assert candidates
+    for candidate in candidates:
+        region = Region(candidate.flow, candidate.flow.alignment, candidate.overwritten)
+        window = nodes[candidate.lo : candidate.hi + 1]
+        outputs = lower(steps.graph, [(window, region)], steps.effects).module(x)
+        torch.testing.assert_close(list(outputs), expected, rtol=1e-12, atol=1e-12)
 
 
 class TestWritesInPlace:

@@ -113,10 +113,12 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
         outputs[graph.storages[op.node][0]] += nbytes(op.node)
     if not (
         flow.rows >= 2 * flow.alignment
+        and flow.end.node.users
         and allocated.issuperset(outputs)
         and _computes_all_rows(flow)
         and not any(_is_random(step.node) for step in window)
         and _preserves_writes(graph, lo, hi, flow, allocated)
+        and _preserves_strides(graph, flow)
     ):
         return None
     before, after = flow.others([step.node for step in window])
@@ -145,9 +147,8 @@ def _computes_all_rows(flow: Flow) -> bool:
     border = [node for node, _ in flow.inputs] + [op.node for op in flow.outputs]
     if not all(isinstance(node.meta["val"], torch.Tensor) for node in border):
         return False
-    shifted = any(source.before or source.after for op in flow.operators for source in op.sources)
-    return not shifted or all(
-        covered_rows(rows[op.value] for rows in flow.halves) == op.rows for op in flow.outputs
+    return all(
+        covered_rows(rows[op.value] for rows in flow.halves) == op.rows for op in flow.outputs[:-1]
     )
 
 
@@ -168,6 +169,20 @@ def _preserves_writes(graph: Steps, lo: int, hi: int, flow: Flow, allocated: set
             for step in graph.steps[lo:position]:
                 if step.node not in flow.members and written.intersection(step.reads):
                     return False
+    return True
+
+
+def _preserves_strides(graph: Steps, flow: Flow) -> bool:
+    """Whether `as_strided`, which reads memory by position, finds the outputs where it expects
+    them: they are allocated dense, also where the graph has a view of a part of a tensor."""
+    for op in flow.outputs:
+        (storage,), value = graph.storages[op.node], op.node.meta["val"]
+        views = graph.nodes_by_storage[storage]
+        dense = layout(torch.empty_like(value)) == layout(value)
+        if dense and graph.storage_bytes[storage] == nbytes(op.node):
+            continue
+        if any(view.target is torch.ops.aten.as_strided.default for view in views):
+            return False
     return True
 
 

@@ -66,11 +66,13 @@ class Source(Rows):
         return self.node, self.dim
 
     def rows(self, lo: int, hi: int) -> tuple[int, int]:
-        """The rows of `node` that rows [lo, hi) of the output read, padding left out."""
+        """The rows of `node` that rows [lo, hi) of the output read, padding left out; one row if
+        there is nothing but padding, because many operators refuse a tensor without rows."""
         shape = shape_of(self.node)
         assert shape is not None and self.dim is not None
-        first, last = (min(max(row, 0), shape[self.dim]) for row in self.unclipped(lo, hi))
-        return first, max(first, last)
+        first, last = self.unclipped(lo, hi)
+        first = min(max(first, 0), shape[self.dim] - 1)
+        return first, min(max(last, first + 1), shape[self.dim])
 
 
 def sources(node: fx.Node, dim: int) -> tuple[Source, ...] | None:

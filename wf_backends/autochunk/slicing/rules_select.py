@@ -139,9 +139,11 @@ def write_pad(slice_: Slice) -> fx.Node:
 
 
 def outside(lo: int, hi: int, size: int) -> tuple[int, int]:
-    """How many of rows [lo, hi) lie before row 0, and how many from row `size` on."""
-    before, after = max(-lo, 0), max(hi - size, 0)
-    return min(before, hi - lo), min(after, hi - lo)
+    """How many of rows [lo, hi) lie before row 0, and how many from row `size` on. If all do, the
+    slice reads one row nevertheless, and -1 removes it."""
+    if hi <= 0 or lo >= size:
+        return hi - lo, -1
+    return max(-lo, 0), max(hi - size, 0)
 
 
 TABLE: Table = {
