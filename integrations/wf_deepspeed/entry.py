@@ -84,6 +84,7 @@ def initialize_with(
     engine.wallfacer = WallFacer(
         handle, block, groups, engine.device, engine.gradient_accumulation_steps
     )
+    engine.dp_world_size = engine.wallfacer.data_parallel_size  # DeepSpeed's is None beside our mpu
     make_checkpoints_atomic(engine, engine.wallfacer)
     return engine, optimizer, loader, scheduler
 
@@ -111,8 +112,12 @@ def _attach(
 
 
 def _gathered_parameters(module: nn.Module) -> AbstractContextManager[Any]:
-    """Inside, ZeRO 3 has gathered the module's direct parameters, not those of its children."""
-    return deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)))
+    """Inside, ZeRO 3 has gathered the module's direct parameters, not those of its children.
+
+    Parameters that a module around this one shares with it are gathered already.
+    """
+    own = [p for p in module.parameters(recurse=False) if not p.numel()]
+    return deepspeed.zero.GatheredParameters(own)
 
 
 def _gather_once_per_call(tiled_modules: list[nn.Module], handle: Handle) -> None:

@@ -65,6 +65,8 @@ def main(out: str) -> None:
     ]
     result["different_batches_error"] = different_batches_error(wallfacer)
     result["missing_count_error"] = missing_count_error(wallfacer)
+    engine.set_train_batch_size(16)
+    result["accumulation_of_16_samples"] = engine.gradient_accumulation_steps()
     with open(f"{out}.{dist.get_rank()}.json", "w") as file:
         json.dump(result, file)
     dist.barrier()

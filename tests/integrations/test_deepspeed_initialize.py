@@ -22,7 +22,7 @@ import deepspeed  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_backends.comm.threads import run_threads  # noqa: E402
-from wf_deepspeed.entry import initialize_with, start  # noqa: E402
+from wf_deepspeed.entry import _gathered_parameters, initialize_with, start  # noqa: E402
 from wf_transformers import attach  # noqa: E402
 
 pytestmark = pytest.mark.deepspeed
@@ -98,6 +98,18 @@ def test_start_sets_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> N
     assert devices == [3, 1]
 
 
+def test_parameters_that_are_gathered_already_are_not_gathered_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """BERT's decoder shares its bias with the module around it."""
+    gathered: list[Any] = []
+    monkeypatch.setattr(deepspeed.zero, "GatheredParameters", gathered.append)
+    module = nn.Linear(2, 2)
+    module.weight.data = torch.empty(0)  # as ZeRO 3 leaves it
+    _gathered_parameters(module)
+    assert [list(map(id, parameters)) for parameters in gathered] == [[id(module.weight)]]
+
+
 class CustomAttention(nn.Module):
     """A user's own module, which takes the SequenceParallel object."""
 
@@ -153,6 +165,14 @@ def test_ranks_of_a_group_read_the_same_samples_and_groups_different_ones(
     samples = [rank[loader] for rank in loaders]
     assert samples[0] == samples[1] and samples[2] == samples[3]
     assert sorted(torch.tensor([samples[0], samples[2]]).flatten().tolist()) == list(range(16))
+
+
+@pytest.mark.processes
+def test_a_new_batch_size_of_the_engine_is_counted_over_groups(
+    loaders: list[dict[str, Any]],
+) -> None:
+    """16 samples: two for each of two groups, four times."""
+    assert [rank["accumulation_of_16_samples"] for rank in loaders] == [4] * 4
 
 
 @pytest.mark.processes
