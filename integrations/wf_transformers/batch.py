@@ -26,6 +26,9 @@ from wf_transformers.whole_batches.custom_loss import refuse_custom_loss
 # From 4.53 on, checkpointed layers get all keyword arguments again when they are recomputed.
 LAYERS_KEEP_KEYWORDS = find_spec("transformers.modeling_layers") is not None
 
+NOT_PASSED_ON = ("attention_mask", "labels", "valid_labels")
+"""The last is a number for the loss, from the loaders of "loss_average": "token"."""
+
 
 def forward_kwargs(
     model: nn.Module, local_batch: Mapping[str, Any], *, num_valid: Tensor | int | None = None
@@ -52,7 +55,7 @@ def forward_kwargs(
             f"{type(model).__name__} is cut inside: call it with the whole batch on every rank"
         )
     causal = is_causal(model)
-    kwargs = {k: v for k, v in local_batch.items() if k not in ("attention_mask", "labels")}
+    kwargs = {k: v for k, v in local_batch.items() if k not in NOT_PASSED_ON}
     if causal:
         mask = None if builds_masks(model) else _placeholder_mask(model, local_batch)
         kwargs |= {"attention_mask": mask, "use_cache": False}

@@ -241,6 +241,12 @@ def test_forward_kwargs_keep_the_model_from_building_a_mask(family: str) -> None
     assert run_registered(2, rank) == [[(3, 1, 1, 1)] * 2] * 2
 
 
+def test_the_number_of_a_steps_valid_labels_is_not_passed_on_to_the_model() -> None:
+    """BERT takes no other keywords."""
+    local = {"input_ids": batch()["input_ids"], "valid_labels": 7}
+    assert list(wf_transformers.forward_kwargs(build("bert", "eager", {}), local)) == ["input_ids"]
+
+
 @pytest.mark.skipif(not BERT_HAS_OWN_REGISTRY, reason="apply replaces no module of this BERT")
 def test_remove_restores_bert() -> None:
     inputs = batch(seqlen=24)["input_ids"]
