@@ -16,6 +16,7 @@ from torch import nn  # noqa: E402
 import wf_accelerate  # noqa: E402
 from tests.autochunk.tiling.helpers import tiled_modules  # noqa: E402
 from tests.integrations.deepspeed_jobs import tiny_llama  # noqa: E402
+from tests.integrations.transformers_models import build  # noqa: E402
 from wf_transformers import ModelOptions, TrainingBudget, plan_tiles  # noqa: E402
 
 ONE_RANK = {"sequence_parallel_size": 1}
@@ -67,6 +68,10 @@ def test_wrong_block_is_refused_by_key(autochunk: Any, message: str) -> None:
 class TestPlanTiles:
     def test_without_a_budget_nothing_is_planned(self) -> None:
         assert plan_tiles(tiny_llama(1), None, 1) is None
+
+    def test_model_without_a_cache_has_a_plan(self) -> None:
+        model = build("bert", "eager", {})
+        assert plan_tiles(model, TrainingBudget(), 1) is not None
 
     def test_model_of_another_library_is_refused(self) -> None:
         with pytest.raises(NotImplementedError, match="needs a Hugging Face model .* Linear is n"):

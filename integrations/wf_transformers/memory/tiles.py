@@ -18,6 +18,7 @@ from torch import nn
 from wf_backends._validation import check_block, positive
 from wf_backends.autochunk.graph import checked_budget
 from wf_backends.autochunk.tiling import TrainingPlan, apply_training, plan_training
+from wf_transformers.calls import parameter_names
 from wf_transformers.handle import Handle
 from wf_transformers.models import head_of, outermost
 
@@ -97,7 +98,8 @@ def plan_tiles(
         )
     device = next(model.parameters()).device
     ids = torch.zeros(1, -(-budget.longest(model) // ranks), dtype=torch.int64, device=device)
-    arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    arguments: dict[str, Any] = {"input_ids": ids}
+    arguments |= {"use_cache": False} if "use_cache" in parameter_names(model) else {}
     arguments |= {"labels": ids.clone()} if labelled and head_of(model) == "causal" else {}
     training = model.training
     try:
