@@ -271,3 +271,28 @@ def test_a_model_whose_arguments_cannot_be_drawn_is_compared_on_its_first_batch(
 
     with outcome:
         run_threads(2, rank)
+
+
+@pytest.mark.parametrize("seqlens", [(1, 4), (2, 24)])
+def test_a_batch_of_one_or_two_tokens_is_trained_and_a_later_one_is_compared(
+    seqlens: tuple[int, int],
+) -> None:
+    def rank(comm: Any) -> list[bool]:
+        sp, model = sequence_parallel(comm), build("llama", "sdpa", {}).float()
+        handle, _ = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
+        awaits = []
+        for seqlen in seqlens:
+            handle.shard_batch(batch(2, seqlen))
+            awaits.append(handle.awaits_first)
+        return awaits
+
+    assert run_threads(2, rank) == [[True, False]] * 2
+
+
+def test_parts_of_a_single_row_are_compared() -> None:
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm, "contiguous"), build("llama", "sdpa", {}).float()
+        handle, _ = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
+        handle.shard_batch(batch(2, 4))
+
+    run_threads(4, rank)

@@ -29,6 +29,7 @@ from wf_transformers.handle import Handle
 from wf_transformers.models import inner_models, outermost
 from wf_transformers.whole_batches.arguments import with_cu_seqlens
 
+MIN_TOKENS = 3  # of fewer a rank's part with its padding may have as many rows as the whole
 MAX_UNCUT_TOKENS = 2048  # tokens of a batch that cannot be cut
 TOO_LONG = (
     "its first batch cannot be cut short: it has a mask in slices, several sequences a sample, or "
@@ -62,7 +63,7 @@ class FirstStep:
         whole_batches: bool = True,
         call: Call | None = None,
     ) -> None:
-        """Compare on the first tokens of a batch, at the first call. Later calls do nothing.
+        """Compare on the first tokens of the first batch that has enough. Later calls do nothing.
 
         Args:
             handle: of the attached model.
@@ -82,6 +83,10 @@ class FirstStep:
             names = [name for name in parameter_names(self.model) if name not in LABELS]
             arguments = {key: x for key, x in arguments.items() if key in (*names, "cu_seqlens")}
         batch, source = shorten(arguments, handle.sp), "the first tokens of its first batch"
+        tokens = tokens_of(batch or {})
+        if tokens is not None and tokens.shape[1] < MIN_TOKENS:
+            self.due = True  # a later batch may have more
+            return
         device = next(self.model.parameters()).device
         if batch is not None and device.type != "cpu":  # on a CPU they may be offloaded
             # a training loop may move the batch to the device later

@@ -51,7 +51,7 @@ class Rows:
         if not self.shape or not x.dim():
             return x
         samples, seqlen = self.shape[0], self.shape[1] if whole else len(self._positions)
-        is_flat = x.shape[0] == samples * seqlen
+        is_flat = seqlen > 1 and x.shape[0] == samples * seqlen
         return x.unflatten(0, (samples, seqlen)) if is_flat else x
 
     def pair(self, part: Tensor, whole: Tensor) -> tuple[Tensor, Tensor, bool] | None:
