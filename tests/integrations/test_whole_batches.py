@@ -7,6 +7,8 @@ float32 inside its norms: losses agree to 1e-6.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     sequence_parallel,
 )
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
-from wf_transformers import WholeBatchHooks, attach, loss_only  # noqa: E402
+from wf_transformers import WholeBatchHooks, attach, counted_once, loss_only  # noqa: E402
 
 
 def one_rank() -> SequenceParallel:
@@ -77,6 +79,35 @@ def test_loss_only_adds_nothing_for_a_model_without_hooks() -> None:
     hooks = WholeBatchHooks(model, attach(model, one_rank()))
     hooks.remove()
     assert loss_only(prediction_step, torch.nn.Sequential(model), {}, True) == {}
+
+
+def compute_loss(
+    model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+) -> torch.Tensor:
+    """Stand for the Trainer's with two processes: it multiplies a mean by their number."""
+    assert num_items_in_batch == 8  # labels of one of both
+    return torch.tensor(2 * 1.5)
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "LlamaForTokenClassification", "CLIPTextModel"]
+)
+def test_the_trainer_counts_a_group_once_for_models_of_any_head(name: str) -> None:
+    """Heads over the rows of all ranks and models that are cut inside have hooks of their own."""
+    model_class: Any = getattr(transformers, name)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = model_class(model_class.config_class(**sizes, num_attention_heads=2))
+    args = SimpleNamespace(average_tokens_across_devices=True)
+    trainer = SimpleNamespace(args=args, model_accepts_loss_kwargs=True, compute_loss_func=None)
+
+    def rank(comm: Any) -> float:
+        copied = deepcopy(model)
+        WholeBatchHooks(copied, attach(copied, sequence_parallel(comm), verify=False))
+        around = torch.nn.Sequential(copied)  # as DDP is
+        counted = counted_once(trainer, compute_loss, around, {}, num_items_in_batch=16)
+        return counted.item()
+
+    assert run_threads(2, rank) == [1.5, 1.5]
 
 
 @pytest.mark.parametrize("whole_logits", [False, True])

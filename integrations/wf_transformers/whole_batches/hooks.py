@@ -56,6 +56,7 @@ from wf_transformers.whole_batches.heads import HeadHooks, head_is_over_all_rows
 from wf_transformers.whole_batches.sharded_logits import LocalLogits
 
 WHOLE_LOGITS = "whole_logits"
+GROUP_SIZE = "wallfacer_group_size"  # attribute of the model: ranks that take the same batch
 LOG = logging.getLogger(__name__)
 
 
@@ -92,6 +93,7 @@ class WholeBatchHooks:
         self._noise = WholeNoise()
         self._hooks: tuple[Any, ...] = ()
         handle.whole_batches = True
+        vars(model)[GROUP_SIZE] = handle.sp.size
         with recorded_changes(handle):
             if not is_cut_inside(model):  # such a model takes whole batches without hooks
                 self._register(model)
@@ -112,13 +114,9 @@ class WholeBatchHooks:
             *(x.register_forward_pre_hook(self._refuse_inner_call, prepend=True) for x in inner),
         )
 
-    @property
-    def size(self) -> int:
-        """Ranks that share a sequence."""
-        return self.handle.sp.size
-
     def remove(self) -> None:
         """Remove the hooks from the model."""
+        vars(self.model).pop(GROUP_SIZE, None)
         for hook in self._hooks:
             hook.remove()
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from wf_backends.parallel import IGNORE_INDEX
 from wf_transformers.comparison.runs import LOSS
-from wf_transformers.whole_batches.hooks import WHOLE_LOGITS, WholeBatchHooks
+from wf_transformers.whole_batches.hooks import GROUP_SIZE, WHOLE_LOGITS, WholeBatchHooks
 
 
 def loss_only(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -33,8 +33,8 @@ def counted_once(trainer: Any, original: Callable[..., Any], *args: Any, **kwarg
     """
     call = inspect.signature(original).bind(*args, **kwargs)
     num_items = call.arguments.get("num_items_in_batch")
-    hooks = _hooks_on(call.arguments["model"])
-    size = hooks.size if hooks else 1
+    modules = call.arguments["model"].modules()
+    size = next((vars(m)[GROUP_SIZE] for m in modules if GROUP_SIZE in vars(m)), 1)
     multiplies = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     average = getattr(trainer.args, "average_tokens_across_devices", False)
     if size == 1 or num_items is None or not (average and multiplies):
@@ -64,7 +64,7 @@ def _loss(
     """The loss of a step; `alone`, on one rank, the Trainer must count one process per group."""
     state = trainer.accelerator.state
     num_processes, kwargs = state.num_processes, {}
-    state.num_processes = num_processes // hooks.size if alone else num_processes
+    state.num_processes = num_processes // hooks.handle.sp.size if alone else num_processes
     if counts_labels:
         average = getattr(trainer.args, "average_tokens_across_devices", False)
         count = (batch["labels"] != IGNORE_INDEX).sum()
