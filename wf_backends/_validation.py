@@ -21,7 +21,7 @@ UNITS = {
     **{f"{prefix}iB": 1024**i for i, prefix in enumerate(("", "K", "M", "G", "T")) if prefix},
 }
 MAX_COUNT = 2**16  # ranks, layers or parts: no job has more, and planning for more takes long
-MAX_SECONDS = 1e9  # of a timeout; torch counts nanoseconds in 64 bits
+MIN_SECONDS, MAX_SECONDS = 1e-3, 1e9  # of a timeout; torch counts ms, or ns in 64 bits
 
 _TYPE_NAMES = {int: "an integer", float: "a finite number", str: "a string", bool: "true or false"}
 Data = TypeVar("Data")
@@ -70,12 +70,13 @@ def positive(name: str, value: object, maximum: int = MAX_COUNT) -> None:
 
 
 def seconds(name: str, value: object) -> None:
-    """Check that the value is None or a positive and finite number of seconds."""
+    """Check that the value is None or a number of seconds from MIN_SECONDS to MAX_SECONDS."""
     if value is None:
         return
-    if not is_real(value) or not 0 < cast(float, value) < MAX_SECONDS:
+    if not is_real(value) or not MIN_SECONDS <= cast(float, value) <= MAX_SECONDS:
         raise ValueError(
-            f"{name} must be a positive number of seconds below {MAX_SECONDS:g}, got {value!r}"
+            f"{name} must be a number of seconds from {MIN_SECONDS:g} to {MAX_SECONDS:g}, "
+            f"got {value!r}"
         )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -63,10 +65,69 @@ def test_ranks_without_an_address_are_refused(set_environ):
         launch.init()
 
 
-def test_ranks_that_do_not_come_are_named(set_environ):
+@pytest.mark.parametrize("timeout", ["8", 0, -1, 1e-9, 1e12, float("nan"), float("inf"), True])
+def test_a_timeout_that_is_none_is_refused(set_environ, timeout):
+    set_environ()
+    with pytest.raises(ValueError, match="timeout must be a number of seconds from 0.001 to"):
+        launch.init(timeout=timeout)
+
+
+def test_timeout_none_is_the_default(set_environ):
+    set_environ()
+    launch.init(timeout=None).close()
+
+
+def test_a_log_folder_that_is_no_path_is_refused_before_there_is_a_group(set_environ):
+    set_environ()
+    with pytest.raises(TypeError):
+        launch.init(log_folder=3)  # pyright: ignore[reportArgumentType]
+    assert not dist.is_initialized()
+
+
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_port_of_another_program_is_named_in_time(set_environ, rank):
+    """torch itself waits for ever for an answer of that program."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        set_environ(RANK=str(rank), WORLD_SIZE="2", **address)
+        problem = ("could not listen at", "did not reach rank 0 at")[rank]
+        with pytest.raises(RuntimeError, match=rf"rank {rank} of 2 .* {problem} 127.0.0.1:{port}"):
+            launch.init(timeout=0.5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_ends_a_wait_for_other_ranks(set_environ, rank):
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    set_environ(RANK=str(rank), WORLD_SIZE="2", **address)
+    start = time.monotonic()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        launch.init(timeout=8)
+    assert time.monotonic() - start < 6
+
+
+def test_a_rank_0_that_ends_while_others_are_awaited_is_named():
+    stores_of_rank_0 = [dist.TCPStore("127.0.0.1", 0, is_master=True)]
+    port = stores_of_rank_0[0].port
+    store = dist.TCPStore("127.0.0.1", port)
+    threading.Timer(0.5, stores_of_rank_0.clear).start()
+    place = Place("slurm", 1, 3, address="127.0.0.1", port=port)
+    message = r"rank 1 of 3 \(slurm\) waited for all ranks, and rank 0, .* has ended"
+    with pytest.raises(RuntimeError, match=message):
+        rendezvous.meet(store, place, timeout=20)
+
+
+def test_ranks_that_do_not_come_are_named(set_environ):
+    port = free_port()
     set_environ(RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     message = rf"rank 0 of 3 \(environment\) waited 0.2 s at 127.0.0.1:{port}: ranks \[1, 2\]"
     with pytest.raises(RuntimeError, match=message):

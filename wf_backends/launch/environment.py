@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEFAULT_PORT = 29500  # torch's, where MASTER_ADDR is set alone
+PORTS = range(1, 2**16)
 SLURM_PORTS = range(15000, 30000)  # below the range that systems hand out to clients
 
 
@@ -111,7 +112,10 @@ def first_host(nodelist: str) -> str:
 def _store_address(environ: Mapping[str, str], launcher: Launcher) -> tuple[str | None, int | None]:
     """(host, port) of the rendezvous' store; under Slurm by the job's first node and number."""
     if "MASTER_ADDR" in environ:
-        return environ["MASTER_ADDR"], _optional(environ, "MASTER_PORT") or DEFAULT_PORT
+        port = _optional(environ, "MASTER_PORT")
+        if port is not None and port not in PORTS:
+            raise ValueError(f"MASTER_PORT must be a port from 1 to {PORTS[-1]}, got {port}")
+        return environ["MASTER_ADDR"], DEFAULT_PORT if port is None else port
     if launcher.name != "slurm":
         return None, None
     nodes = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wf_backends._validation import seconds
 from wf_backends.comm import DEFAULT_TIMEOUT_S, LOG_FOLDER, job_board, load_mpi
 from wf_backends.launch.ending import failed, leave_at_exit, settle_at_exit
 from wf_backends.launch.environment import Place, default_log_folder, detect
@@ -68,7 +69,7 @@ class Launch:
 
 def init(
     backend: str | None = None,
-    timeout: float = DEFAULT_TIMEOUT_S,
+    timeout: float | None = DEFAULT_TIMEOUT_S,
     log_folder: str | os.PathLike[str] | None = None,
 ) -> Launch:
     """Initialise torch.distributed under any launcher.
@@ -84,7 +85,8 @@ def init(
 
     Args:
         backend: "gloo", "nccl", "cpu:gloo,cuda:nccl"; None = the last one with a GPU, else gloo.
-        timeout: seconds that ranks wait for each other, here and in every later operation.
+        timeout: seconds that ranks wait for each other, here and in every later operation; None =
+            600.
         log_folder: where the report of a fault goes, as a line of `faults.log`; None = beside
             torchrun's logs if torchrun started this process, else the report is only printed.
 
@@ -92,18 +94,22 @@ def init(
         This process's rank and device in the job; its `close()` undoes what was done here.
 
     Raises:
-        ValueError: if the launcher's variables are incomplete, mpirun and the MPI library do not
-            belong together, or there is no GPU for this rank.
+        ValueError: for a timeout that is none, if the launcher's variables are incomplete, mpirun
+            and the MPI library do not belong together, or there is no GPU for this rank.
         ImportError: if MPI started the job, MASTER_ADDR is not set and mpi4py is missing.
         RuntimeError: if ranks do not join within the timeout; the message names them.
     """
     backend = _check_backend(backend)
+    seconds("timeout", timeout)
+    timeout = DEFAULT_TIMEOUT_S if timeout is None else timeout
+    log_folder = log_folder or default_log_folder(os.environ)
+    log_path = str(Path(log_folder).resolve()) if log_folder else None
     place = _place_by_mpi(detect(os.environ))
     if dist.is_initialized():
         return _describe(place)
     place = _open_group(backend, place, timeout)
     launch = replace(_describe(place), _exported=_export(place))
-    _publish_log_folder(log_folder or default_log_folder(os.environ))
+    _publish_log_folder(log_path)
     settle_at_exit()  # when Python ends these run in the opposite order: leave, end, settle
     atexit.register(launch._end)
     leave_at_exit()
@@ -126,11 +132,11 @@ def _open_group(backend: str, place: Place, timeout: float) -> Place:
     return place
 
 
-def _publish_log_folder(folder: str | os.PathLike[str] | None) -> None:
+def _publish_log_folder(folder: str | None) -> None:
     """Write the folder on the job's board, where a rank that reports a fault reads it."""
     board = job_board()
     if board is not None and folder is not None and dist.get_rank() == 0:
-        board.write(LOG_FOLDER, 0, str(Path(folder).resolve()))
+        board.write(LOG_FOLDER, 0, folder)
 
 
 def _check_backend(backend: str | None) -> str:

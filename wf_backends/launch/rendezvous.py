@@ -7,16 +7,22 @@ name the ranks that are missing. And it does not know MPI.
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from wf_backends.comm import gather_texts, make_comm
 from wf_backends.launch.environment import Place
+
+GRACE_S = 5.0  # in which a wait with a timeout ends by itself
+T = TypeVar("T")
 
 
 def open_store(place: Place, world: Any, timeout: float) -> tuple[Place, Store]:
@@ -55,20 +61,44 @@ def _open_by_mpi(place: Place, world: Any, timeout: float) -> tuple[Place, Store
 def _open(place: Place, timeout: float) -> tuple[Place, TCPStore]:
     """Listen as rank 0, at a free port if the port is 0; connect as any other rank."""
     assert place.address is not None and place.port is not None
+    address, port, size = place.address, place.port, place.world_size
     listens = place.rank == 0 and not place.agent_store
     wait = timedelta(seconds=timeout)
-    try:
-        store = TCPStore(
-            place.address, place.port, place.world_size, listens, wait, wait_for_workers=False
+    try:  # torch itself takes twice the timeout, or for ever if another program has the port
+        store = _in_thread(
+            lambda: TCPStore(address, port, size, listens, wait, wait_for_workers=False), timeout
         )
     except RuntimeError as error:
-        if listens:
-            raise
+        problem = "could not listen at" if listens else "did not reach rank 0 at"
         raise RuntimeError(
-            f"rank {place.rank} of {place.world_size} ({place.launcher}) did not reach rank 0 at "
-            f"{place.address}:{place.port} within {timeout:g} s: {error}"
+            f"rank {place.rank} of {size} ({place.launcher}) {problem} {address}:{port} within "
+            f"{timeout:g} s: {error}"
         ) from error
     return replace(place, port=store.port), store
+
+
+def _in_thread(call: Callable[[], T], timeout: float) -> T:
+    """What `call` returns or raises, in a thread: Python handles no Ctrl-C while torch waits.
+
+    Raises:
+        RuntimeError: also if it takes longer than `timeout`.
+    """
+    results = SimpleQueue[T | RuntimeError]()
+
+    def run() -> None:
+        try:
+            results.put(call())
+        except RuntimeError as error:
+            results.put(error)
+
+    Thread(target=run, daemon=True).start()
+    try:
+        result = results.get(timeout=timeout)
+    except Empty:
+        raise RuntimeError("no answer") from None
+    if isinstance(result, RuntimeError):
+        raise result
+    return result
 
 
 def _outward_address() -> str:
@@ -97,13 +127,18 @@ def meet(store: Store, place: Place, timeout: float) -> tuple[Store, Place]:
     store = PrefixStore(f"visit {visit}", store)
     store.set(f"host of {place.rank}", socket.gethostname())
     keys = [f"host of {rank}" for rank in range(place.world_size)]
+    me = f"rank {place.rank} of {place.world_size} ({place.launcher})"
     try:
-        store.wait(keys, timedelta(seconds=timeout))
-    except RuntimeError as error:
+        _in_thread(lambda: store.wait(keys, timedelta(seconds=timeout)), timeout + GRACE_S)
+    except dist.DistStoreError as error:
         late = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise RuntimeError(
-            f"rank {place.rank} of {place.world_size} ({place.launcher}) waited {timeout:g} s at "
-            f"{place.address}:{place.port}: ranks {late} did not come"
+            f"{me} waited {timeout:g} s at {place.address}:{place.port}: ranks {late} did not come"
+        ) from error
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{me} waited for all ranks, and rank 0, which holds the store at "
+            f"{place.address}:{place.port}, has ended: {error}"
         ) from error
     if place.local_rank is None or place.local_size is None:  # reads P keys on each of P ranks
         place = with_local(place, [store.get(key).decode() for key in keys])
