@@ -68,6 +68,19 @@ def test_mask_of_different_lengths_is_kept_and_gives_no_documents() -> None:
     assert (out["labels"] != -100).sum(dim=1).tolist() == [3, 6]
 
 
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.int32, torch.bool))
+def test_labels_of_any_integer_dtype_become_int64(dtype: torch.dtype) -> None:
+    """Tokens of a byte-level model may be uint8, which holds no -100."""
+    out = prepare_batch(batch(labels=torch.ones(1, 7, dtype=dtype)), multiple=4)
+    assert out["labels"].dtype == torch.int64
+    assert out["labels"].tolist() == [[1, 1, 1, 1, 1, 1, -100, -100]]
+
+
+def test_an_empty_batch_with_a_mask_is_padded() -> None:
+    out = prepare_batch(batch(0, attention_mask=torch.ones(0, 7)), multiple=4)
+    assert out["input_ids"].shape == (0, 8) and out["cu_seqlens"] == (0, 7, 8)
+
+
 def test_labels_are_not_shifted_twice() -> None:
     original = batch(attention_mask=valid_mask(5), cu_seqlens=(0, 3, 7))
     out = prepare_batch(original, multiple=4, labels_are_shifted=True)

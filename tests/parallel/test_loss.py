@@ -82,6 +82,17 @@ def test_the_ignored_label_can_be_another_one() -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
 
 
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int16))
+def test_labels_of_any_integer_dtype_give_the_loss_of_int64(dtype: torch.dtype) -> None:
+    logits, labels = draw()
+    grads = []
+    for same_labels in (labels, labels.to(dtype)):
+        logits = logits.detach().requires_grad_()
+        token_loss(logits, same_labels, count_valid(same_labels)).backward()
+        grads.append(logits.grad)
+    assert torch.equal(*grads)
+
+
 def test_labels_of_another_shape_than_the_logits_are_refused() -> None:
     with pytest.raises(ValueError, match=r"labels must have the shape .*\(2, 7\), got \(2, 6\)"):
         token_loss(torch.zeros(2, 7, VOCAB), torch.zeros(2, 6, dtype=torch.int64), 1)

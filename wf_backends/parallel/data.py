@@ -58,7 +58,8 @@ def prepare_batch(
     Returns:
         A new dict with the same keys and "position_ids", which count from 0 in every document and
         continue through the padding. It has "cu_seqlens" if the batch had documents or an
-        attention_mask or was padded, unless samples differ in length; slices are unchanged.
+        attention_mask or was padded, unless samples differ in length; slices are unchanged. Labels
+        of any integer dtype become int64.
 
     Raises:
         ValueError: for a tensor that is not (b, S, ...), a mask with holes or padding on the
@@ -87,7 +88,7 @@ def prepare_batch(
     out: dict[str, Any] = {k: _pad(x, padded_len, fill.get(k, 0)) for k, x in tensors.items()}
     out["position_ids"] = _continue_positions(tensors["position_ids"], padded_len)
     if mask_kwargs or valid is not None or padded_len > seqlen:
-        lengths = {seqlen} if valid is None else set(valid.sum(dim=1).tolist())
+        lengths = {seqlen} if valid is None else set(valid.sum(dim=1).tolist()) or {seqlen}
         out |= _padded_mask_arguments(mask, mask_kwargs, lengths, padded_len)
     return out
 
@@ -156,6 +157,7 @@ def _targets(labels: Tensor, valid: Tensor | None, ends: Borders) -> Tensor:
 
     Labels are not shifted if there are no `ends`.
     """
+    labels = labels if labels.is_floating_point() else labels.long()  # uint8 holds no -100
     labels = labels if valid is None else labels.masked_fill(~valid, IGNORE_INDEX)
     if ends:
         labels = _pad(labels[:, 1:], labels.shape[1], IGNORE_INDEX)

@@ -26,7 +26,7 @@ def token_loss(
 
     Args:
         logits: (..., vocab), any float dtype.
-        labels: (...), int64, already shifted: the token that each position predicts.
+        labels: (...), integers, already shifted: the token that each position predicts.
         num_valid: number of tokens with a label, over all ranks that share the sequence.
         ignore_index: the label of tokens without a loss.
 
@@ -43,7 +43,7 @@ def token_loss(
         )
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"labels must be integers, got {labels.dtype}")
-    total = _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten(), ignore_index)
+    total = _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten().long(), ignore_index)
     return total / at_least_one(num_valid)
 
 
