@@ -21,6 +21,7 @@ UNITS = {
     **{f"{prefix}iB": 1024**i for i, prefix in enumerate(("", "K", "M", "G", "T")) if prefix},
 }
 MAX_COUNT = 2**16  # ranks, layers or parts: no job has more, and planning for more takes long
+MAX_TOKENS = 1 << 62
 MIN_SECONDS, MAX_SECONDS = 1e-3, 1e9  # of a timeout; torch counts ms, or ns in 64 bits
 
 _TYPE_NAMES = {int: "an integer", float: "a finite number", str: "a string", bool: "true or false"}

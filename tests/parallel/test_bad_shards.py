@@ -47,6 +47,12 @@ def test_a_dim_that_is_no_integer_is_refused(dim, method):
         getattr(one_rank(), method)(torch.zeros(2, 8), dim)
 
 
+@pytest.mark.parametrize("seqlen", ("8", 8.0, True, None, 0, -8))
+def test_positions_of_a_seqlen_that_is_no_positive_integer_are_refused(seqlen):
+    with pytest.raises(ValueError, match="seqlen must be a positive integer, got"):
+        one_rank().positions(seqlen)
+
+
 @pytest.mark.parametrize(
     "batch", ([torch.zeros(1, 8)], None, torch.zeros(1, 8)), ids=("list", "None", "tensor")
 )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from wf_backends._compile import eager, refuse_transforms
-from wf_backends._validation import positive
+from wf_backends._validation import MAX_TOKENS, positive
 from wf_backends.comm import ConsistencyCheck, Pass, gather_small
 from wf_backends.kernels import Dropout, KernelSpec, Scores
 from wf_backends.parallel.planned_calls import PlannedCalls
@@ -31,7 +31,6 @@ from wf_backends.runtime import (
 )
 from wf_backends.schedule import Mask, make_mask
 
-MAX_TOKENS = 1 << 62
 INSTEAD_OF_TRANSFORMS = (
     "give samples as the batch dimension of q, k, v, and take gradients by .backward() or "
     "torch.autograd.grad"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from wf_backends._compile import eager
+from wf_backends._validation import MAX_TOKENS, positive
 from wf_backends.comm import Communicator, ConsistencyCheck, fingerprint
 from wf_backends.config import SequenceParallelConfig
 from wf_backends.runtime import dimension, gather_shards, move, positions, take_shard
@@ -111,6 +112,7 @@ class Sharding:
         **slices: Unpack[SliceArguments],
     ) -> Tensor:
         """(s,) int64: the global positions of this rank's rows of a sequence of `seqlen`."""
+        positive("seqlen", seqlen, MAX_TOKENS)
         return positions(self._layout(seqlen, cu_seqlens, slices)[self.rank], device)
 
     def _layout(
