@@ -189,6 +189,34 @@ class TestSizesOfAModelsFolder:
         sizes = model_shape(str(tmp_path), sizes=True)
         assert (sizes["intermediate"], sizes["experts"]) == (40, Experts(8, 4, 24))
 
+    def test_granite_has_a_shared_expert_under_another_name(self, tmp_path: Path) -> None:
+        experts = {"num_local_experts": 4, "intermediate_size": 48, "shared_intermediate_size": 40}
+        transformers.GraniteMoeSharedConfig(**experts, **SMALL).save_pretrained(tmp_path)
+        assert model_shape(str(tmp_path), sizes=True)["intermediate"] == 40
+
+    def test_an_encoder_beside_the_decoder_is_refused(self, tmp_path: Path) -> None:
+        """As a causal model it would be built without its encoder."""
+        transformers.BartConfig().save_pretrained(tmp_path)
+        with pytest.raises(NotImplementedError, match="BartConfig has an encoder, too; leave --m"):
+            model_shape(str(tmp_path), sizes=True)
+
+    @pytest.mark.parametrize(
+        ("config", "kv_heads", "head_dim"),
+        [
+            (transformers.FalconConfig(), 1, 64),
+            (transformers.FalconConfig(new_decoder_architecture=True, num_kv_heads=8), 71, 64),
+            (transformers.FalconConfig(multi_query=False), 71, 64),
+            (transformers.Zamba2Config(), 32, 160),
+        ],
+        ids=["Falcon 7B", "Falcon 40B", "Falcon RW", "Zamba2"],
+    )
+    def test_heads_under_other_names(
+        self, config: Any, kv_heads: int, head_dim: int, tmp_path: Path
+    ) -> None:
+        config.save_pretrained(tmp_path)
+        shape = model_shape(str(tmp_path))
+        assert (shape["kv_heads"], shape["head_dim"]) == (kv_heads, head_dim)
+
     def test_missing_number_of_experts_a_token_is_that_of_the_class(self, tmp_path: Path) -> None:
         self.save_mixtral(tmp_path, '"num_experts_per_tok": 2', '"unknown": 2')
         assert model_shape(str(tmp_path), sizes=True)["experts"].chosen == 2

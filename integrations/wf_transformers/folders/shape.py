@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,10 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from wf_backends.budget import Experts
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Config fields for the number of experts."""
+SHARED_EXPERTS = ("shared_expert_intermediate_size", "shared_intermediate_size")
+"""Config fields for the width of the experts that every token goes to."""
 
 
 def model_shape(name: str, sizes: bool = False) -> dict[str, Any]:
@@ -29,7 +31,8 @@ def model_shape(name: str, sizes: bool = False) -> dict[str, Any]:
 
     Raises:
         ValueError: if there is no such model, or its config lacks its heads or sizes.
-        NotImplementedError: for sizes of a mixture whose config lacks its experts.
+        NotImplementedError: for sizes of an encoder and a decoder, or of a mixture whose config
+            lacks its experts.
     """
     config = read_config(name).get_text_config()
     heads = getattr(config, "num_attention_heads", None)
@@ -41,8 +44,9 @@ def model_shape(name: str, sizes: bool = False) -> dict[str, Any]:
     try:
         shape = {
             "heads": heads,
-            "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+            "kv_heads": _key_heads(config) or heads,
+            "head_dim": _first(config, ("head_dim", "attention_head_dim"))
+            or config.hidden_size // heads,
         }
         if nope_dim := getattr(config, "qk_nope_head_dim", None):
             shape["head_dim"] = nope_dim + config.qk_rope_head_dim
@@ -83,8 +87,13 @@ def refused_by_name(name: str | Path) -> Iterator[None]:
 
 def _sizes(name: str, config: Any) -> dict[str, Any]:
     """The sizes that memory depends on; parameters are counted in a model on the meta device."""
-    hidden, intermediate = config.hidden_size, getattr(config, "intermediate_size", None)
-    mlp = {"intermediate": intermediate or getattr(config, "n_inner", None) or 4 * hidden}
+    if config.is_encoder_decoder:
+        raise NotImplementedError(
+            f"--model {name}: the memory budget counts decoders, and {type(config).__name__} has "
+            "an encoder, too; leave --memory-gib out"
+        )
+    hidden = config.hidden_size
+    mlp = {"intermediate": _first(config, ("intermediate_size", "n_inner")) or 4 * hidden}
     with refused_by_name(name), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return {
@@ -96,10 +105,22 @@ def _sizes(name: str, config: Any) -> dict[str, Any]:
     }
 
 
+def _key_heads(config: Any) -> int | None:
+    """The key heads that attention is called with; None = as many as heads."""
+    if getattr(config, "new_decoder_architecture", False):  # Falcon repeats key heads itself here
+        return None
+    return 1 if getattr(config, "multi_query", False) else _first(config, ("num_key_value_heads",))
+
+
+def _first(config: Any, fields: Iterable[str]) -> Any:
+    """The first value of these fields that is there and not 0; else None."""
+    values = (getattr(config, field, None) for field in fields)
+    return next((value for value in values if value), None)
+
+
 def _experts(name: str, config: Any) -> dict[str, Any] | None:
     """The experts of a mixture's layers, and the width of its shared expert; None without any."""
-    counts = [getattr(config, field, None) for field in EXPERTS]
-    count = next((count for count in counts if count), None)
+    count = _first(config, EXPERTS)
     if count is None:
         return None
     top_k = getattr(config, "num_experts_per_tok", None)
@@ -109,6 +130,5 @@ def _experts(name: str, config: Any) -> dict[str, Any] | None:
             f"--model {name}: the memory budget does not know how many experts a token of "
             f"{type(config).__name__} goes to; leave --memory-gib out"
         )
-    shared = getattr(config, "shared_expert_intermediate_size", None)
-    shared = shared or (getattr(config, "n_shared_experts", None) or 0) * width
+    shared = _first(config, SHARED_EXPERTS) or (_first(config, ("n_shared_experts",)) or 0) * width
     return {"intermediate": shared, "experts": Experts(count, top_k, width)}
