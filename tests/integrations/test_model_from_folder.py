@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 pytest.importorskip("transformers", reason="the transformers extra is missing")
 pytest.importorskip("accelerate", reason="the accelerate extra is missing")
@@ -183,3 +186,70 @@ def test_a_torch_dtype_that_is_a_string_is_refused(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)  # type: ignore[operator]
     with pytest.raises(ValueError, match="torch_dtype must be such as torch.bfloat16.*'bf16'"):
         model_from_folder(tmp_path, torch_dtype="bf16")  # type: ignore[arg-type]
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Write the folder's only file with the tensors that `change` returns."""
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+def as_gpt2_of_the_hub(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    base = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    return base | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}
+
+
+def as_llama2_of_the_hub(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("gpt2", as_gpt2_of_the_hub), ("llama", as_llama2_of_the_hub)],
+    ids=["names of the base model", "a buffer of each layer"],
+)
+def test_names_and_buffers_of_old_files_of_the_hub_are_read_as_transformers_reads_them(
+    name: str, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    model = make_model(name)
+    expected = generate(model, IDS, NUM_TOKENS)
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    change_tensors(tmp_path, change)
+    assert torch.equal(generate(model_from_folder(tmp_path), IDS, NUM_TOKENS), expected)
+
+
+def test_a_head_that_transformers_5_renames_on_loading_is_read(tmp_path: Path) -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, eos_token_id=None,
+    )  # fmt: skip
+    model = GPTNeoXForCausalLM(config).eval()
+    expected = generate(model, IDS, NUM_TOKENS)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(generate(model_from_folder(tmp_path), IDS, NUM_TOKENS), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_the_error_names_missing_and_unknown_tensors(name: str, tmp_path: Path) -> None:
+    """transformers fills missing ones at random; it converts Mixtral's since version 5."""
+    make_model(name).save_pretrained(tmp_path)  # type: ignore[operator]
+    change_tensors(tmp_path, lambda tensors: {"norm" if "model.norm" in key else key: tensor
+                                              for key, tensor in tensors.items()})  # fmt: skip
+    with pytest.raises(ValueError, match=r"missing \['model.norm.weight'\], unknown \['norm'\]"):
+        model_from_folder(tmp_path)
+
+
+def test_without_a_dtype_in_the_config_weights_have_that_with_the_most_bytes(
+    tmp_path: Path,
+) -> None:
+    make_model("llama").save_pretrained(tmp_path)  # type: ignore[operator]
+    change_tensors(tmp_path, lambda tensors: {key: tensor if "norm" in key else tensor.bfloat16()
+                                              for key, tensor in tensors.items()})  # fmt: skip
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({key: config[key] for key in config if "dtype" not in key}))
+    model = model_from_folder(tmp_path)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    generate(model, IDS, NUM_TOKENS)

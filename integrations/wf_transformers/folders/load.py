@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +31,12 @@ def model_from_folder(
 
     The system reads pages when they are used and may drop them again, so host memory holds no
     second copy of the weights. Weights of another dtype than the model's are read and converted.
-    Weights that transformers 5 merges on loading, such as experts, are read.
+    Weights that transformers 5 merges or renames on loading, such as experts, are read.
 
     Args:
-        folder: written by `save_pretrained`, with safetensors.
-        torch_dtype: of the model. None: that of the config, or of the files if the config has none.
+        folder: written by `save_pretrained`, with safetensors; or one of the Hub in this form.
+        torch_dtype: of the model. None: that of the config; if it has none, that of the files, and
+            if these have several, the one with the most bytes.
 
     Raises:
         ValueError: if safetensors files are missing, or weights are quantized, or tensors have
@@ -50,26 +53,38 @@ def model_from_folder(
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         raise ValueError(f"{folder} holds quantized weights, which are not split: {quantized}")
     dtype = config.torch_dtype if torch_dtype is None else torch_dtype
-    if _weight_conversions(config.model_type):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, torch_dtype=dtype)
+    if _has_weight_conversions(model):
+        return _converted_model(folder, dtype).eval()
     tensors: dict[str, Tensor] = {}
     for file in files:
-        tensors |= _mapped_tensors(file, dtype)
-    _load_weights(model, tensors, folder)
+        tensors |= _mapped_tensors(file)
+    _load_weights(model, _of_dtype(_named_as_in(model, tensors), dtype), folder)
     if (Path(folder) / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
 
 
-def _weight_conversions(model_type: str) -> Any:
-    """How transformers 5 converts the tensors of files for this model type, if it does."""
+def _has_weight_conversions(model: PreTrainedModel) -> bool:
+    """Whether transformers 5 converts the tensors of files for this model."""
     try:
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # transformers 4
-        return None
-    return get_checkpoint_conversion_mapping(model_type)
+        return False
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def _converted_model(folder: str | Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The model as transformers loads it; ValueError if any weights are missing or unknown."""
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True
+        )
+    except RuntimeError as error:
+        raise ValueError(f"{folder} does not hold what its config says: {error}") from error
+    _check_names(model, info["missing_keys"], info["unexpected_keys"], folder)
+    return model
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -80,7 +95,10 @@ def _weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise ValueError(f"{folder} has no *.safetensors files")
+            raise ValueError(
+                f"{folder} has no *.safetensors files: write them with "
+                "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            )
         return files
     names = sorted({*json.loads(index.read_text()).get("weight_map", {}).values()})
     if not names:
@@ -90,16 +108,47 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _mapped_tensors(file: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors of a file by name; floating-point tensors are converted to `dtype` if needed."""
+def _mapped_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name."""
     try:
         with safe_open(file, framework="pt") as reader:
-            tensors = {name: reader.get_tensor(name) for name in reader.keys()}
+            return {name: reader.get_tensor(name) for name in reader.keys()}
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
-    if dtype is None:
-        return tensors
+
+
+def _of_dtype(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors, those of floating point converted to `dtype`; None: to their main dtype."""
+    sizes = Counter[torch.dtype]()
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            sizes[tensor.dtype] += tensor.nbytes
+    if dtype is None and sizes:
+        dtype = sizes.most_common(1)[0][0]
     return {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
+
+
+def _named_as_in(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by the model's names, as transformers would find them in files of the Hub.
+
+    Those of a base model have names without its prefix (GPT-2, Bloom). Old ones also hold buffers
+    that the model computes (masks of GPT-2, rotary frequencies of Llama 2), which are left out.
+    """
+    weights = model.state_dict().keys()
+    buffers = {name for name, _ in model.named_buffers()}
+    prefix = f"{model.base_model_prefix}."
+    if not any(name.startswith(prefix) for name in tensors):
+        names = {name.removeprefix(prefix): name for name in weights | buffers}
+        tensors = {names.get(name, name): tensor for name, tensor in tensors.items()}
+    patterns: list[str] = [*(model._keys_to_ignore_on_load_unexpected or ())]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.append(r"rotary_emb\.inv_freq")
+    ignored = {name for name in tensors if any(re.search(pattern, name) for pattern in patterns)}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name in weights or name not in buffers | ignored
+    }
 
 
 def _load_weights(model: PreTrainedModel, tensors: dict[str, Tensor], folder: str | Path) -> None:
@@ -111,10 +160,17 @@ def _load_weights(model: PreTrainedModel, tensors: dict[str, Tensor], folder: st
         raise ValueError(f"{folder} does not hold what its config says: {reason}") from error
     model.tie_weights()
     missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    _check_names(model, missing, unknown, folder)
+
+
+def _check_names(
+    model: PreTrainedModel, missing: Iterable[str], unknown: Iterable[str], folder: str | Path
+) -> None:
+    missing, unknown = sorted(missing), sorted(unknown)
     if missing or unknown:
         raise ValueError(
             f"{folder} does not hold a {type(model).__name__} as save_pretrained writes it: "
-            f"missing {missing[:3]}, unknown {list(unknown)[:3]}"
+            f"missing {missing[:3]}, unknown {unknown[:3]}"
         )
 
 
