@@ -18,14 +18,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def eager(fn: Callable[P, T]) -> Callable[P, T]:
+def eager(fn: Callable[P, T], refusal: str = "") -> Callable[P, T]:
     """fn, under `torch.compiler.disable` as soon as the compiler is imported.
 
     torch's own decorator would import the compiler in every process that imports this package, and
     that takes about as long as importing torch.
+
+    Args:
+        refusal: the error of torch.export; empty: that for a function of `sp`.
     """
     disabled: Any = None  # torch.compiler.disable(fn), once the compiler is imported
-    refusal = (
+    refusal = refusal or (
         f"torch.export of a model that calls sp.{fn.__name__} is not supported, since what a rank "
         "does follows from the other ranks: export the model without it, with torch's own "
         "attention on one process"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.generation.configuration_utils import CompileConfig
 
 from tests.hetegen.models import (
     CONFIGS,
@@ -98,6 +101,46 @@ def test_bfloat16_outputs_are_exact_up_to_rounding() -> None:
         expected = model(x)
         with dispatch_model(model, {0: 16_000}, fast_device()):
             torch.testing.assert_close(model(x), expected, rtol=0, atol=2e-2)
+
+
+def test_a_model_made_in_inference_mode_is_exact_if_it_is_split_outside_of_it() -> None:
+    with torch.inference_mode():
+        model, ids = make_model("llama"), make_ids(1)
+        expected = model(ids).logits
+    with dispatch_model(model, max_memory(model, 0.5), fast_device()):
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-5)
+
+
+def compiled_everywhere() -> CompileConfig:
+    """generate compiles with a static cache on CUDA; with this also on a CPU."""
+    config = CompileConfig(backend="eager")
+    config._compile_all_devices = True
+    return config
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_implementation": "static", "compile_config": compiled_everywhere()},
+        {"prefill_chunk_size": 4},  # with transformers 4 it compiles on a CPU, too
+    ],
+    ids=["static cache", "prefill in chunks"],
+)
+def test_generate_is_exact_where_it_would_compile_the_model_as_one_graph(
+    options: dict[str, Any],
+) -> None:
+    """The lanes cannot be in a graph: it is not compiled while it is split."""
+    model: Any = make_model("llama")
+    ids = make_ids(1)
+    expected = generate(model, ids, NUM_TOKENS)
+    with dispatch_model(model, max_memory(model, 0.5), fast_device()):
+        tokens = model.generate(
+            ids, max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0, **options
+        )
+    assert torch.equal(tokens, expected)
+    assert "get_compiled_call" not in vars(model)
 
 
 class MixedDtypes(nn.Module):

@@ -226,7 +226,8 @@ def _split(model: nn.Module, weights: list[HostWeight], device: Device, plan: Pl
             split_weights(model, weights, runner, undo)
         for tensor in _unsplit_tensors(model, weights):
             undo.callback(setattr, tensor, "data", tensor.data)
-            tensor.data = device.place(tensor.data)
+            with torch.inference_mode(tensor.is_inference()):  # a mix has no version counter
+                tensor.data = device.place(tensor.data)
         return Handle(model, plan, runner, undo.pop_all())
 
 

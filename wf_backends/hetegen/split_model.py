@@ -24,6 +24,10 @@ from wf_backends._compile import eager
 from wf_backends.hetegen.modules import HostWeight, expert_stacks
 from wf_backends.hetegen.runner import Runner, Uncopyable
 
+NOT_ONE_GRAPH = (
+    "threads compute the linears of a split model, so that it cannot be one graph: leave out "
+    "fullgraph=True (torch.compile) or strict=True (torch.export)"
+)
 MARK = "_wf_hetegen_split"  # an attribute that modules have while they are split
 aten = torch.ops.aten
 
@@ -91,7 +95,7 @@ class SplitWeight(nn.Parameter):
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
     @classmethod
-    @eager
+    @partial(eager, refusal=NOT_ONE_GRAPH)
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -119,6 +123,8 @@ def split_weights(
         if _has_children(module):
             undo.callback(module.register_forward_pre_hook(runner.enter, prepend=True).remove)
             undo.callback(module.register_forward_hook(runner.leave, always_call=True).remove)
+        if hasattr(module, "get_compiled_call"):
+            _set_attributes(undo, module, get_compiled_call=partial(_uncompiled, module))
         if expert_stacks(module):  # the class's own forward takes one expert at a time
             forward = inspect.unwrap(type(module).forward)
             _set_attributes(undo, module, forward=MethodType(forward, module))
@@ -133,6 +139,11 @@ def split_weights(
             parameter = expert
         product = {"runner": runner, "index": index, "rows_dim": weight.dim}
         _make_split(parameter, undo, compute_device=device, **product)
+
+
+def _uncompiled(module: nn.Module, *_: Any) -> Callable[..., Any]:
+    """In place of transformers' method: `generate` would compile, with an error at the lanes."""
+    return module.__call__
 
 
 def _has_children(module: nn.Module) -> bool:
