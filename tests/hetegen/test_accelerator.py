@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
@@ -215,6 +215,28 @@ def test_an_error_is_raised_only_after_all_streams_have_done_their_work() -> Non
         assert done.is_set()
         del device.compute_on_host
         handle.remove()
+
+
+def test_on_cuda_every_stream_is_one_of_torch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.11 recording a torch.cuda.Event on a torch.Stream is an error, or worse."""
+
+    class CudaStream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+    entered: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "Stream", CudaStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", CudaStream)
+    monkeypatch.setattr(
+        torch.cuda, "stream", lambda stream: entered.append(stream) or nullcontext()
+    )
+    streams = Streams.__new__(Streams)  # without asking torch for an accelerator
+    streams.device = torch.device("cuda", 1)
+    stream, current, target = streams.stream(), streams.current(), torch.zeros(2)
+    streams.copy(stream, torch.ones(2), target)
+    assert type(stream) is type(current) is CudaStream and entered == [stream]
+    assert stream.device == current.device == torch.device("cuda", 1)
+    assert torch.equal(target, torch.ones(2))
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")

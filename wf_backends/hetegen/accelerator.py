@@ -42,18 +42,25 @@ class Streams:
             )
         self.device = torch.accelerator.current_stream().device
 
+    @property
+    def _is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
     def stream(self) -> torch.Stream:
-        return torch.Stream(self.device)
+        """A stream. On CUDA it is torch.cuda.Stream: before torch 2.11 torch.cuda.Event takes no
+        other, and reads beyond the end of a torch.Stream."""
+        return torch.cuda.Stream(self.device) if self._is_cuda else torch.Stream(self.device)
 
     def event(self, timed: bool = False) -> torch.Event:
         """An event. On CUDA it is torch.cuda.Event: waiting for it frees the core (torch.Event
         spins, blocking or not), and recording it releases Python's GIL."""
-        if self.device.type == "cuda":
+        if self._is_cuda:
             return torch.cuda.Event(enable_timing=timed, blocking=not timed)
         return torch.Event(self.device, enable_timing=timed, blocking=not timed)
 
     def current(self) -> torch.Stream:
-        return torch.accelerator.current_stream(self.device)
+        module = torch.cuda if self._is_cuda else torch.accelerator
+        return module.current_stream(self.device)
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)
@@ -63,7 +70,7 @@ class Streams:
 
     def copy(self, stream: torch.Stream, source: Tensor, target: Tensor) -> None:
         """Put a copy on the stream."""
-        with stream:
+        with torch.cuda.stream(stream) if isinstance(stream, torch.cuda.Stream) else stream:
             target.copy_(source, non_blocking=True)
 
 
