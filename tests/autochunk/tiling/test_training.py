@@ -6,6 +6,8 @@ The reference is the same model without tiles.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -94,6 +96,38 @@ def test_module_that_fails_on_tiles_is_not_planned() -> None:
     plan = plan_of(model, max_slowdown=1.0)
     assert planned_modules(plan) == ["head", "mlp.0"]
     assert "not tiled: FixedNumberOfRows, no tiles: shape '[1, 512, 8]' is inv" in plan.explain()
+
+
+class Scaled(Mlp):
+    def __init__(self, factor: Callable[[int], float]) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor(x.shape[1])
+
+
+FACTORS: dict[str, Callable[[int], float]] = {
+    "quotient": lambda rows: 1 / rows,
+    "one less": lambda rows: rows - 1,
+    "logarithm": math.log,
+    "branch": lambda rows: 2 if rows > ROWS // 2 else 1,
+}
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_module_that_computes_with_the_number_of_its_rows_is_not_planned(factor: str) -> None:
+    model = build_decoder()
+    model.mlp[1] = Scaled(FACTORS[factor])
+    plan = plan_of(model, max_slowdown=1.0)
+    assert planned_modules(plan) == ["head", "mlp.0"]
+    assert "not tiled: Scaled, no tiles: it computes with the number of its" in plan.explain()
+
+
+def test_module_with_a_number_that_happens_to_be_that_of_its_rows_is_planned() -> None:
+    model = build_decoder()
+    model.mlp[1] = Scaled(lambda _: ROWS)
+    assert "mlp.1" in planned_modules(plan_of(model, max_slowdown=1.0))
 
 
 class AtLeast100Rows(Mlp):

@@ -18,6 +18,7 @@ from wf_backends.autochunk.graph.capture import (
     tensors,
 )
 from wf_backends.autochunk.graph.copies import Copied, with_copies
+from wf_backends.autochunk.graph.experts import experts_as_operators
 from wf_backends.autochunk.graph.inputs import (
     bind,
     containers,
@@ -54,6 +55,7 @@ __all__ = [
     "capture",
     "checked_budget",
     "containers",
+    "experts_as_operators",
     "fake_run",
     "is_supported_input",
     "layout",

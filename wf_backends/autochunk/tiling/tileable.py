@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import isclose, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from wf_backends.autochunk.slicing import Experts, sources
 from wf_backends.autochunk.tiling.tiled_loss import LOSS, loss_name
 
 aten = torch.ops.aten
+TRIANGLES = (aten.tril, aten.triu, aten.tril_, aten.triu_)
 PASS_THROUGH = (aten.to, aten.view, aten.reshape, aten.contiguous, aten._to_copy, aten.alias)
 
 
@@ -174,9 +175,7 @@ def _prove(
             continue
         node_dim, scale = cuts[node]
         reads = sources(node, node_dim)
-        if _uses_row_count(node, rows):
-            raise _NotTileableError(f"{node.target} computes with the number of rows")
-        if reads is None:
+        if reads is None or _is_triangle(node, node_dim):
             raise _NotTileableError(f"{node.target} has no rule along dimension {node_dim}")
         for read in reads:
             if read.node in weights:
@@ -197,11 +196,10 @@ def _prove(
         raise _NotTileableError("is given no rows")
 
 
-def _uses_row_count(node: fx.Node, rows: int) -> bool:
-    """Whether an operator, if no view, has the number of rows, or a power of it, as an argument."""
-    numbers = [x for x in node.args if isinstance(x, int | float) and not isinstance(x, bool)]
-    powers = (rows, 1 / rows, rows**0.5, rows**-0.5)
-    return not _is_view(node) and any(isclose(x, power) for x in numbers for power in powers)
+def _is_triangle(node: fx.Node, dim: int) -> bool:
+    """Whether the operator writes zeros by a row's number along `dim`: tiles count from 0."""
+    is_triangle = getattr(node.target, "overloadpacket", None) in TRIANGLES
+    return is_triangle and dim >= len(_shape(node)) - 2
 
 
 def _has_rows(node: fx.Node, dim: int) -> bool:

@@ -69,10 +69,16 @@ class TiledCall:
     @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of `fn`: tensors in tuples, lists and dicts."""
+        call, tensors = self.prepared(args, kwargs)
+        return call.assemble(_Tiled.apply(call, *tensors))
+
+    def prepared(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[CallInTiles, list[Tensor]]:
+        """A call, and the tensors that its methods take."""
         leaves, spec = tree_flatten((args, kwargs))
-        call = _Call(self, leaves, spec)
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return call.assemble(_Tiled.apply(call, *inputs, *self._parameters()))
+        return CallInTiles(self, leaves, spec), [*inputs, *self._parameters()]
 
     def _parameters(self) -> list[Tensor]:
         """The current parameters: FSDP2 and ZeRO 3 exchange them around every call."""
@@ -94,7 +100,7 @@ def _parameters_of(fn: nn.Module) -> dict[str, Tensor]:
     }
 
 
-class _Call:
+class CallInTiles:
     """One call of a tiled module: makes the arguments of a tile, and one result from all tiles.
 
     `tensors` in its methods are the tensors among the arguments, in order, then the parameters.
@@ -148,7 +154,7 @@ class _Tiled(torch.autograd.Function):
     """Tensors of the arguments, then parameters -> tensors of the result."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: CallInTiles, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)

@@ -25,6 +25,7 @@ from wf_backends.autochunk.graph import (
     register_containers,
 )
 from wf_backends.autochunk.tiling.handle import Handle
+from wf_backends.autochunk.tiling.row_counts import refuse_row_counts
 from wf_backends.autochunk.tiling.tileable import Candidate, candidates, head_candidate
 from wf_backends.autochunk.tiling.tiled_loss import torch_has_the_loss
 from wf_backends.autochunk.tiling.tiles import Tiles, install, tile_modules
@@ -171,7 +172,12 @@ class _Search:
         self._rows = {c.module: c.rows for group in self.groups for c in group}
 
     def peak(self, tiles: Sequence[Tiles]) -> int:
-        """The peak bytes of a step with these tiles."""
+        """The peak bytes of a step with these tiles.
+
+        Raises:
+            CaptureError, NotImplementedError: if a module cannot be computed in these tiles.
+        """
+        refuse_row_counts(self.model, tiles, self.args, self.kwargs)
         with install(self.model, tiles):
             return training_peak(self.model, self.args, self.kwargs)
 

@@ -1,0 +1,96 @@
+"""Whether a module computes with the number of its rows: a tile has fewer.
+
+The graph does not show where a number comes from, as in x / (len(x) - 1), or a branch on the
+length. So the module also runs on the rows of a tile, on fake tensors: it must run the same
+operators with the same numbers as on all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from wf_backends.autochunk.graph import CaptureError, experts_as_operators, fake_run, reason
+from wf_backends.autochunk.tiling.tiled_call import CallInTiles, Original, TiledCall
+from wf_backends.autochunk.tiling.tiles import Tiles
+
+aten = torch.ops.aten
+COPIES = (aten.clone.default, aten.copy_.default, aten._unsafe_view.default)
+"""Operators that a module may need for all rows and not for some, or the reverse."""
+
+
+def refuse_row_counts(
+    model: nn.Module, tiles: Sequence[Tiles], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse modules that would compute something else on their tiles.
+
+    Raises `CaptureError`, also if the model or a module does not run.
+    """
+    if all(spec.loss for spec in tiles):
+        return
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    args, kwargs = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
+    with ExitStack() as stack:
+        stack.enter_context(experts_as_operators(model))  # their numbers of tokens are no reason
+        for spec in tiles:
+            if not spec.loss:
+                module = model.get_submodule(spec.module)
+                compare = partial(_compare, TiledCall(Original(module), spec.dim, spec.tiles))
+                hook = module.register_forward_pre_hook(compare, with_kwargs=True)
+                stack.callback(hook.remove)
+        try:
+            with torch.no_grad(), fake_run(model, mode, ()):
+                model(*args, **kwargs)
+        except RuntimeError as error:
+            raise CaptureError(reason(model, error, "run on fake tensors")) from error
+
+
+def _compare(
+    tiled: TiledCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Compare what a module runs on all rows, on those of a tile, and on those of the last tile."""
+    call, tensors = tiled.prepared(args, kwargs)
+    whole = _operators(call, tensors, call.rows)
+    for rows in {rows for _, rows in call.bounds()}:
+        if _operators(call, tensors, rows) != whole:
+            name = type(module).__name__
+            raise CaptureError(f"{name} cannot be tiled: it computes with the number of its rows")
+
+
+def _operators(call: CallInTiles, tensors: Sequence[Tensor], rows: int) -> list[tuple[Any, ...]]:
+    with _Operators() as operators:
+        call.run(call.tile(tensors, 0, rows))
+    return operators.calls
+
+
+class _Operators(TorchDispatchMode):
+    """Records the operators that compute something, with the numbers that they are given.
+
+    Integers that the operator's schema declares are no such numbers: they are dimensions and sizes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema, kwargs = func._schema, kwargs or {}
+        is_view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+        if func.namespace != "prim" and not is_view and func not in COPIES:
+            values = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | kwargs
+            declared = {a.name for a in schema.arguments if "int" in str(a.type)}
+            numbers = [
+                (name, value)
+                for name, value in values.items()
+                if isinstance(value, int | float) and name not in declared
+            ]
+            self.calls.append((func, *numbers))
+        return func(*args, **kwargs)
