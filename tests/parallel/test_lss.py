@@ -137,8 +137,9 @@ def train(comm, size, average="fused"):
         loss.backward()
         average_gradients(model.parameters())
         losses.append(sp.sum_over_ranks(loss).item())
+        assert model.unused.grad is None  # as on one device: AdamW would decay it by zeros
         with torch.no_grad():
-            for p in model.parameters():
+            for p in set(model.parameters()) - {model.unused}:
                 p -= 0.5 * p.grad
     return losses, nn.utils.parameters_to_vector(model.parameters()).detach()
 
@@ -175,12 +176,14 @@ def mean_of_filled_gradients(comm, bucket_bytes):
     """Gradients after GradientMean, and bytes sent.
 
     Gradient i is rank + i, in three parameters of 23 float32 elements together, one of 4 bfloat16
-    elements, and a frozen one. Rank 0 has no gradient of parameter 2, which counts as 0.
+    elements, and a frozen one. Rank 0 of several has no gradient of parameter 2, which counts as 0.
     """
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((5, 3), (1,), (7,))]
     parameters.append(nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)))
     for i, p in enumerate(parameters):
-        p.grad = None if (i, comm.rank) == (2, 0) else torch.full_like(p, comm.rank + i)
+        p.grad = torch.full_like(p, comm.rank + i)
+    if comm.size > 1 and comm.rank == 0:
+        parameters[2].grad = None
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     GradientMean(comm, bucket_bytes=bucket_bytes)([*parameters, frozen])
     return [p.grad for p in parameters], frozen.grad, sum(comm.sent.values())
@@ -191,12 +194,38 @@ def mean_of_filled_gradients(comm, bucket_bytes):
 def test_gradient_mean_and_its_bytes(num_ranks, bucket_bytes):
     results = run_threads(num_ranks, mean_of_filled_gradients, bucket_bytes)
     mean_rank = (num_ranks - 1) / 2
-    expected = [mean_rank, mean_rank + 1, mean_rank + 2 - 2 / num_ranks, mean_rank + 3]
+    expected = [mean_rank + i for i in range(4)]
+    if num_ranks > 1:
+        expected[2] -= 2 / num_ranks
     for grads, frozen_grad, _ in results:
         for grad, value in zip(grads, expected, strict=True):
             assert torch.allclose(grad, torch.full_like(grad, value))
         assert frozen_grad is None
     assert sum(sent for *_, sent in results) == 2 * (num_ranks - 1) * (23 * 4 + 4 * 2)
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2))
+def test_parameters_without_a_gradient_on_any_rank_keep_none(num_ranks):
+    """As on one device: with zeros AdamW would decay them."""
+
+    def rank(comm):
+        used, unused, unused_too = (nn.Parameter(torch.ones(2)) for _ in range(3))
+        GradientMean(comm)([unused])
+        used.grad = torch.ones(2)
+        GradientMean(comm)([unused, used, unused_too])
+        return [p.grad is None for p in (used, unused, unused_too)]
+
+    assert run_threads(num_ranks, rank) == [[False, True, True]] * num_ranks
+
+
+def test_a_tied_parameter_that_is_listed_twice_is_summed_once():
+    def rank(comm):
+        tied, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        tied.grad, other.grad = torch.ones(2), torch.ones(2)
+        GradientMean(comm, divisor=1, bucket_bytes=1)([tied, other, tied])
+        return tied.grad.tolist()
+
+    assert run_threads(4, rank) == [[4.0, 4.0]] * 4
 
 
 def test_parameters_that_differ_between_ranks_are_refused():

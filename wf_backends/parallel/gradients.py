@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from wf_backends.comm import ConsistencyCheck, fingerprint, make_comm, sum_on_all_ranks
+from wf_backends.comm import (
+    ConsistencyCheck,
+    fingerprint,
+    gather_small,
+    make_comm,
+    sum_on_all_ranks,
+)
 from wf_backends.parallel.sequence_parallel import SequenceParallel
 
 BUCKET_BYTES = 1 << 25  # gradients that are reduced together
@@ -48,7 +54,7 @@ class DoubleAverage:
         self._reductions = [GradientMean(comm, divisor=comm.size // sp.size)]
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace the gradients; a gradient that is None on a rank counts as zeros."""
+        """Replace the gradients; one that is None on some ranks only counts as zeros there."""
         parameters = list(parameters)
         for reduce in self._reductions:
             reduce(parameters)
@@ -72,18 +78,23 @@ class GradientMean:
         self._consistency = ConsistencyCheck(self.comm)
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace the gradients of all parameters that require one.
+        """Replace the gradients of all parameters that have one on some rank.
+
+        Others keep None, so that an optimizer leaves unused parameters alone, as on one device.
 
         Raises:
             ValueError: if the ranks pass different parameters.
         """
-        trained = [p for p in parameters if p.requires_grad]
+        trained = [p for p in dict.fromkeys(parameters) if p.requires_grad]  # tied ones once
         if not trained:
             return
         shapes = [(tuple(p.shape), str(p.dtype)) for p in trained]
         same = {"parameters": len(trained), "their shapes and dtypes": fingerprint(shapes)}
         self._consistency.check(same, {}, trained[0])
-        for bucket in _buckets(trained, self.bucket_bytes):
+        has_grad = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8)
+        on_any_rank = gather_small(self.comm, has_grad).amax(0).tolist()
+        used = [p for p, has_grad in zip(trained, on_any_rank, strict=True) if has_grad]
+        for bucket in _buckets(used, self.bucket_bytes) if used else ():
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = torch.cat([grad.reshape(-1) for grad in grads])
             mean = sum_on_all_ranks(self.comm, flat, "gradients", self.divisor)
