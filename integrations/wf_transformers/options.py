@@ -101,7 +101,7 @@ def attach_by(
     Raises:
         ValueError, NotImplementedError: as `plan_tiles` and `checkpoint_activations`.
     """
-    plan = plan_tiles(model, options.autochunk, sp.size, labelled)
+    plan = plan_tiles(model, options.autochunk, sp.size, labelled, options.checkpointing)
     first_step = FirstStep(model, options.verify if compares else False)
     with first_step.changes.recorded():
         handle = attach()

@@ -18,6 +18,7 @@ from tests.autochunk.tiling.helpers import tiled_modules  # noqa: E402
 from tests.integrations.deepspeed_jobs import tiny_llama  # noqa: E402
 from tests.integrations.transformers_models import build  # noqa: E402
 from wf_transformers import ModelOptions, TrainingBudget, plan_tiles  # noqa: E402
+from wf_transformers.memory.checkpoints import Checkpointing  # noqa: E402
 
 ONE_RANK = {"sequence_parallel_size": 1}
 
@@ -82,6 +83,19 @@ class TestPlanTiles:
         model.lm_head.weight.ds_id = 0  # as deepspeed.zero.Init leaves them
         with pytest.raises(NotImplementedError, match="outside deepspeed.zero.Init"):
             plan_tiles(model, TrainingBudget(seqlen=64), 1)
+
+    def test_checkpoints_of_the_block_count_in_the_plan(self) -> None:
+        model, budget = tiny_llama(4), TrainingBudget(seqlen=256)
+        attributes = [dict(vars(module)) for module in model.modules()]
+        kept, inputs_kept, offloaded = (
+            plan_tiles(model, budget, 1, checkpointing=checkpointing)
+            for checkpointing in (None, Checkpointing(), Checkpointing(offload=True))
+        )
+        assert kept and inputs_kept and offloaded
+        inputs = 4 * 256 * model.config.hidden_size * 4  # bytes in float32, of 4 layers
+        assert inputs_kept.peak_before < kept.peak_before / 2
+        assert offloaded.peak_before == pytest.approx(inputs_kept.peak_before - inputs, rel=0.1)
+        assert [dict(vars(module)) for module in model.modules()] == attributes
 
     def test_refused_budget_leaves_a_model_in_evaluation_mode(self) -> None:
         model = tiny_llama(1).eval()

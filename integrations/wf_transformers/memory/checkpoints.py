@@ -6,18 +6,22 @@ A checkpointed layer keeps its input only and recomputes the rest in the backwar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
-from torch.autograd.graph import save_on_cpu
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends._validation import check_block
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost
+from wf_transformers.replace import set_until
 
 CHECKPOINTING = "activation_checkpointing"
 OFFLOAD = "offload"
@@ -112,4 +116,29 @@ def inputs_on_host(checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) ->
     A checkpoint saves only the inputs of its layer. The copies are pinned if there is a GPU.
     """
     with save_on_cpu(pin_memory=True):
+        return checkpoint(*args, **kwargs)
+
+
+@contextmanager
+def planned_checkpoints(model: nn.Module, checkpointing: Checkpointing | None) -> Iterator[None]:
+    """Inside, a run on fake tensors needs the memory that it will need with `checkpointing`."""
+    function: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
+    if checkpointing is not None and checkpointing.offload:
+        function = partial(_inputs_nowhere, function)
+    with ExitStack() as stack:
+        for module in model.modules():
+            if checkpointing is not None and hasattr(module, ENABLED):
+                set_until(stack, module, ENABLED, True)
+                set_until(stack, module, CHECKPOINT_FUNCTION, function)
+        yield
+
+
+def _inputs_nowhere(checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As `inputs_on_host`, for fake tensors, whose device and host may be the same."""
+
+    def as_recipe(x: Tensor) -> Callable[[], Tensor]:
+        options = {"dtype": x.dtype, "device": x.device}
+        return partial(torch.empty_strided, x.shape, x.stride(), **options)
+
+    with saved_tensors_hooks(as_recipe, lambda recipe: recipe()):
         return checkpoint(*args, **kwargs)

@@ -20,6 +20,7 @@ from wf_backends.autochunk.graph import checked_budget
 from wf_backends.autochunk.tiling import TrainingPlan, apply_training, plan_training
 from wf_transformers.calls import parameter_names
 from wf_transformers.handle import Handle
+from wf_transformers.memory.checkpoints import Checkpointing, planned_checkpoints
 from wf_transformers.models import head_of, outermost
 
 AUTOCHUNK = "autochunk"
@@ -71,13 +72,18 @@ class TrainingBudget:
 
 
 def plan_tiles(
-    model: nn.Module, budget: TrainingBudget | None, ranks: int, labelled: bool = False
+    model: nn.Module,
+    budget: TrainingBudget | None,
+    ranks: int,
+    labelled: bool = False,
+    checkpointing: Checkpointing | None = None,
 ) -> TrainingPlan | None:
     """Plan which modules of a Hugging Face model to tile, before it is attached.
 
     Args:
         ranks: how many ranks share a sequence.
         labelled: whether the model is called with labels, and so computes the loss itself.
+        checkpointing: of its activations, once it is attached.
 
     Raises:
         ValueError: as `plan_training`, or if the length of sequences is unknown.
@@ -104,7 +110,8 @@ def plan_tiles(
     training = model.training
     try:
         model.train()
-        return plan_training(model, (), arguments, budget.max_memory, budget.max_slowdown)
+        with planned_checkpoints(model, checkpointing):
+            return plan_training(model, (), arguments, budget.max_memory, budget.max_slowdown)
     finally:
         model.train(training)
 
