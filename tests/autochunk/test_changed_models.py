@@ -5,6 +5,8 @@ The reference is the forward of the changed model itself, without slices.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -18,12 +20,16 @@ WIDTH = 16
 
 
 class Attention(nn.Module):
+    """`scale` and `scales` are plain attributes, as PEFT's `_active_adapter` and `scaling`."""
+
     def __init__(self) -> None:
         super().__init__()
         self.out = nn.Linear(WIDTH, WIDTH)
+        self.scale, self.scales = 1.0, {"default": 1.0}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out((x @ x.transpose(-1, -2)).softmax(-1) @ x)
+        hidden = self.out((x @ x.transpose(-1, -2)).softmax(-1) @ x)
+        return hidden * self.scale * self.scales["default"]
 
 
 def two_layers() -> nn.Sequential:
@@ -59,7 +65,17 @@ def replace_forward(model: nn.Sequential) -> None:
     model[0].forward = torch.tanh  # type: ignore[method-assign]
 
 
+def change_number(model: nn.Sequential) -> None:
+    model[0].scale = 2.0
+
+
+def change_number_in_a_dict(model: nn.Sequential) -> None:
+    model[0].scales["default"] = 2.0
+
+
 CHANGES = [
+    change_number,
+    change_number_in_a_dict,
     replace_linear,
     replace_linear_by_a_wider_one,
     replace_weight_by_a_wider_one,
@@ -113,6 +129,42 @@ def test_dropout_is_active_after_train_and_inactive_after_eval() -> None:
         assert 0.4 < (chunked(x) == 0).float().mean() < 0.6
         chunked.eval()
         assert torch.equal(chunked(x), expected)
+
+
+class AttentionWithDropout(Attention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last_length = x.shape[1]
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+def test_mode_and_attributes_of_the_chunked_model_itself_count() -> None:
+    model, x = AttentionWithDropout().eval(), hidden_states()
+    chunked = autochunk(model, (x,), max_memory=0.5, max_slowdown=ANY_SLOWDOWN)
+    with torch.no_grad():
+        expected = chunked(x)
+        chunked.scale = 2.0
+        torch.testing.assert_close(chunked(x), 2 * expected)
+        chunked.train()
+        assert 0.4 < (chunked(x) == 0).float().mean() < 0.6
+        chunked(x[:, :1])  # runs whole
+    assert chunked.last_length == 1
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deepcopy", "pickle"],
+)
+def test_copy_has_weights_and_a_plan_of_its_own(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model, x = two_layers(), hidden_states()
+    chunked = autochunk(model, (x,), max_memory=0.5, max_slowdown=ANY_SLOWDOWN)
+    other, without_slices = copied(chunked), copied(model)
+    with torch.no_grad():
+        for parameter in (*other.parameters(), *without_slices.parameters()):
+            parameter.mul_(2)
+        torch.testing.assert_close(other(x[:, :99]), without_slices(x[:, :99]))
+        torch.testing.assert_close(chunked(x), model(x))
+    assert other.explain() != chunked.explain()  # type: ignore[operator]
 
 
 def test_each_autocast_dtype_is_planned_separately() -> None:

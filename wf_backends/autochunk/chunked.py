@@ -29,6 +29,8 @@ from wf_backends.autochunk.planning import Planned, find_plan, use_plan
 from wf_backends.autochunk.tiling import TrainingPlan, plan_training, tile_training
 
 SMALL_INPUT_RATIO = 16  # inputs this many times smaller than planned ones run unchunked
+_PLAIN = (bool, int, float, str, torch.dtype)
+_OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 
 
 def autochunk(
@@ -74,11 +76,11 @@ def autochunk(
         raise ValueError("plan is one for training, and the model is not: call model.train() first")
     forward = ChunkedForward(model, budget, plan)
     chunked = cast(ChunkedModel, copy.copy(model))
-    forward.prepare(chunked, *bind(model, args, dict(kwargs or {})))
     chunked.forward = partial(forward, chunked)
     signature = inspect.signature(model.forward)  # `generate` reads which arguments it may pass
     chunked.forward.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
-    chunked.explain = lambda: chunked.plan.explain()
+    chunked.explain = partial(_explain, chunked)
+    forward.prepare(chunked, *bind(model, args, dict(kwargs or {})))
     return chunked
 
 
@@ -100,30 +102,48 @@ class ChunkedForward:
 
     def __init__(self, model: nn.Module, budget: Budget, plan: ChunkPlan | None) -> None:
         register_containers()
-        self._model = model
+        self._own_forward = vars(model).get("forward")  # which replaces the class's
         self._budget = budget
         self._plan = plan
         self._planned: dict[Any, Planned] = {}
-        self._modules = _modules(model)
+        self._state = _state(model)
         self._elements = 0
         self._warned = set[str]()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without graphs, which cannot be pickled: a copy plans again at its first call."""
+        return {**vars(self), "_planned": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        register_containers()
+        vars(self).update(state)
+
+    def _whole(self, chunked: ChunkedModel) -> nn.Module:
+        """The model without slices, with the attributes that `chunked` has now."""
+        model = copy.copy(chunked)
+        del model.forward
+        if self._own_forward is not None:
+            model.forward = self._own_forward
+        return model
+
     def __call__(self, chunked: ChunkedModel, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = bind(self._model, args, kwargs)
+        model = self._whole(chunked)
+        run_whole = self._own_forward or partial(type(chunked).forward, chunked)
+        args, kwargs = bind(model, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        if self._runs_whole(leaves):
-            return self._model.forward(*args, **kwargs)
-        modules = _modules(self._model)
-        if modules != self._modules:  # the model has changed since it was captured
+        if self._runs_whole(model, leaves):
+            return run_whole(*args, **kwargs)
+        state = _state(model)
+        if state != self._state:  # the model has changed since it was captured
             self._planned.clear()
-            self._modules = modules
+            self._state = state
         planned = self._planned.get(_input_form(leaves, spec))
         weights = planned.captured.read_weights() if planned else None
         if planned is None or weights is None:  # a new form of inputs, or a model that was cast
             planned = self.prepare(chunked, args, kwargs)
             weights = planned.captured.read_weights()
         if not planned.plan.saved:  # a graph without regions may save memory, too: it frees sooner
-            return self._model.forward(*args, **kwargs)
+            return run_whole(*args, **kwargs)
         assert weights is not None
         outputs = planned.lowered.module(*weights, *leaves)
         output, filled = pytree.tree_unflatten(outputs, planned.captured.output_spec)
@@ -133,23 +153,24 @@ class ChunkedForward:
 
     def prepare(self, chunked: ChunkedModel, args: tuple, kwargs: dict[str, Any]) -> Planned:
         """Captures and plans the forward for inputs of this form; `args` and `kwargs` are bound."""
+        model = self._whole(chunked)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if self._plan is not None:
-            planned = use_plan(self._model, args, kwargs, self._plan)
+            planned = use_plan(model, args, kwargs, self._plan)
         else:
-            planned = find_plan(self._model, args, kwargs, self._budget)
+            planned = find_plan(model, args, kwargs, self._budget)
             self._budget = self._budget.in_bytes(planned.plan.peak_before)
         self._planned[_input_form(leaves, spec)] = planned
         self._elements = max(self._elements, _elements(leaves))
         chunked.plan = planned.plan
         return planned
 
-    def _runs_whole(self, leaves: list[Any]) -> bool:
+    def _runs_whole(self, model: nn.Module, leaves: list[Any]) -> bool:
         """Whether the model itself has to run: with gradients, for a decoding step after a planned
         prefill, or with an object that the model may fill but the graph cannot, such as a key-value
         cache of a type that pytree does not know."""
         inputs = (x for x in leaves if isinstance(x, torch.Tensor))
-        tracked = (t.requires_grad for t in (*self._model.parameters(), *inputs))
+        tracked = (t.requires_grad for t in (*model.parameters(), *inputs))
         if torch.is_grad_enabled() and any(tracked):
             self._warn(
                 "gradients are enabled: the model runs unchunked. Call it under torch.no_grad(), "
@@ -170,6 +191,10 @@ class ChunkedForward:
         if text not in self._warned:
             warnings.warn(text, stacklevel=5)
             self._warned.add(text)
+
+
+def _explain(chunked: ChunkedModel) -> str:
+    return chunked.plan.explain()
 
 
 def _elements(leaves: list[Any]) -> int:
@@ -196,12 +221,24 @@ def _value(leaf: object) -> tuple[type, object]:
     return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf
 
 
-def _modules(model: nn.Module) -> list[Any]:
-    """What a graph contains of the model besides weights: its modules, their modes, forwards that
-    replace a class's, and the ids of inner modules' hooks, which torch never gives twice."""
+def _state(model: nn.Module) -> list[Any]:
+    """What a graph contains of the model besides weights: its modules, their modes and other plain
+    attributes, forwards that replace a class's, and the ids of inner modules' hooks, which torch
+    never gives twice."""
     state: list[Any] = []
     for module in model.modules():
-        state += module, module.training, vars(module).get("forward")
+        own = {name: x for name, x in vars(module).items() if name not in _OF_EVERY_MODULE}
+        state.append({name: x for name in own if (x := _plain(own[name])) is not None})
         if module is not model:
+            state += module, vars(module).get("forward")
             state += *module._forward_pre_hooks, *module._forward_hooks
     return state
+
+
+def _plain(value: object) -> object:
+    """A number or a string as it is, those of a list or a dict as a tuple; None for all else."""
+    if isinstance(value, _PLAIN):
+        return value
+    items: Any = [*value.values(), *value] if isinstance(value, dict) else value
+    is_plain = isinstance(items, list | tuple) and all(isinstance(x, _PLAIN) for x in items)
+    return (tuple(items) or None) if is_plain else None
