@@ -23,16 +23,16 @@ VARYING_ROPE = ("dynamic", "longrope")
 def transformers_class(module: nn.Module) -> type:
     """The class in transformers.models that a module's class is or derives from (FSDP2 derives
     classes), else its class."""
-    return next(iter(_transformers_classes(module)), type(module))
+    return next(iter(transformers_classes(module)), type(module))
 
 
 def row_of(table: Mapping[str, Row], module: nn.Module) -> Row | None:
     """The table's value for a module, by the name of its transformers class or of a base of it."""
-    names = (cls.__name__ for cls in _transformers_classes(module))
+    names = (cls.__name__ for cls in transformers_classes(module))
     return next((table[name] for name in names if name in table), None)
 
 
-def _transformers_classes(module: nn.Module) -> list[type]:
+def transformers_classes(module: nn.Module) -> list[type]:
     """The classes of a module that transformers.models defines, the most derived first."""
     classes = type(module).__mro__
     return [cls for cls in classes if cls.__module__.startswith("transformers.models.")]

@@ -6,6 +6,7 @@ Ranks are threads, in float64; Llama rounds to float32 inside its norms: losses 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
 from wf_backends.autochunk.tiling.handle import Handle  # noqa: E402
 from wf_backends.autochunk.tiling.tiled_loss import tile_loss  # noqa: E402
 from wf_transformers import WholeBatchHooks, attach, attach_model  # noqa: E402
+from wf_transformers.whole_batches.custom_loss import refuse_custom_loss  # noqa: E402
 
 LABELLED = batch(2)
 LABELLED["labels"][:, 3:9] = -100
@@ -212,6 +214,24 @@ def test_a_loss_that_does_not_come_from_the_heads_logits_is_refused(
             model(**LABELLED)
 
     run_threads(2, rank)
+
+
+def test_a_loss_that_no_number_of_items_divides_is_that_of_one_device() -> None:
+    """BERT's of transformers 5 takes the Trainer's `num_items_in_batch`, and ignores it."""
+    original = build("bert", "sdpa", {})
+    expected = original(**LABELLED).loss.item()
+
+    def rank(comm: Any) -> float:
+        model = deepcopy(original)
+        WholeBatchHooks(model, attach_model(model, sequence_parallel(comm)))
+        return model(**LABELLED, num_items_in_batch=100).loss.item()
+
+    assert run_threads(2, rank) == pytest.approx([expected] * 2, rel=1e-9)
+
+
+def test_forward_kwargs_give_no_labels_to_a_loss_that_no_number_of_items_divides() -> None:
+    with pytest.raises(NotImplementedError, match="BertForMaskedLM is not divided by num_items"):
+        refuse_custom_loss(build("bert", "sdpa", {}))
 
 
 def test_forward_kwargs_give_no_labels_to_a_custom_loss() -> None:

@@ -12,19 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import signature, unwrap
+from inspect import getsource, signature, unwrap
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from wf_transformers.attention.documents import MASK_ARGUMENTS
-from wf_transformers.models import outermost
+from wf_transformers.models import outermost, transformers_classes
 
 PLAIN_LOSSES = (ForCausalLMLoss, ForMaskedLMLoss)
 PLAIN_FORWARDS = ("transformers.", "peft.", "colossalai.")
 """Packages whose forwards use labels only in `loss_function` or cross entropy."""
 FUSED = "fused_lm_head"
+NUM_ITEMS = "num_items_in_batch"
 LOSS_ARGUMENTS = ("shift_labels", "ignore_index")
 """Arguments of a call that change transformers' own loss."""
 INPUTS = (
@@ -69,6 +71,24 @@ def _loss_function(model: nn.Module) -> Any:
     return function
 
 
+def divides_by_items(model: nn.Module) -> bool:
+    """Whether the argument `num_items_in_batch` divides the loss of a model of transformers.
+
+    It does where the model's forward passes it, or all keyword arguments, to `loss_function`.
+    Masked models of transformers 5 take the argument and ignore it, as Mamba does in 4.
+    """
+    forwards = (vars(cls).get("forward") for cls in transformers_classes(model))
+    sources = [getsource(unwrap(forward)) for forward in forwards if forward is not None]
+    calls = [call for source in sources for call in source.split("loss_function(")[1:]]
+    return any("**" in (text := _up_to_bracket(call)) or NUM_ITEMS in text for call in calls)
+
+
+def _up_to_bracket(text: str) -> str:
+    """The text before the bracket that closes one before it."""
+    depths = accumulate((c == "(") - (c == ")") for c in text)
+    return text[: next((i for i, depth in enumerate(depths) if depth < 0), len(text))]
+
+
 def output_embeddings(model: nn.Module) -> list[nn.Module]:
     """The modules that give the logits of the Hugging Face models in `model`."""
     heads = [inner.get_output_embeddings() for inner in outermost(model)]
@@ -88,10 +108,12 @@ def refuse_custom_loss(model: nn.Module) -> None:
     """Refuse a custom loss in calls with a rank's part of the labels.
 
     Raises:
-        NotImplementedError: if the loss is not plain cross entropy.
+        NotImplementedError: if the loss is not plain cross entropy, divided by `NUM_ITEMS`.
     """
     for inner in outermost(model):
         reason = custom_loss_reason_of(inner)
+        if reason is None and not divides_by_items(inner):
+            reason = f"the loss of {type(inner).__name__} is not divided by {NUM_ITEMS}"
         if reason is not None:
             raise NotImplementedError(
                 f"{reason}: for this rank's labels alone it may differ. Leave num_valid= out and "

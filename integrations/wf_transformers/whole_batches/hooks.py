@@ -48,6 +48,7 @@ from wf_transformers.whole_batches.custom_loss import (
     FUSED,
     INPUTS,
     custom_loss_reason,
+    divides_by_items,
     fused_fields,
     no_head_error,
     output_embeddings,
@@ -88,6 +89,7 @@ class WholeBatchHooks:
         self._media = next((inner for inner in outermost(model) if media_of(inner)), None)
         self._head: Head = head or ("causal" if self._media else head_of(model))
         self._names = argument_names(model)
+        self._divides_by_items = all(map(divides_by_items, outermost(model)))
         self._call: Call | None = None
         self._head_called = self._warned = False
         self._noise = WholeNoise()
@@ -147,9 +149,9 @@ class WholeBatchHooks:
         local = self._shard(batch)
         keep_padding_in_range(model, local, seqlen)
         num_items = None if custom_loss or self._media else others.pop("num_items_in_batch", None)
+        num_items = num_items if fused_head or self._divides_by_items else None
         self._call = Call(seqlen, local, num_items, *logits_mode, fused_head, custom_loss)
-        self.handle.attention.logits_are_whole = custom_loss
-        self._head_called = False
+        self.handle.attention.logits_are_whole, self._head_called = custom_loss, False
         self._noise.enter(model, seqlen_of(local), seqlen)
         return (), self._model_kwargs(model, others, local)
 
