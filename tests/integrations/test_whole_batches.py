@@ -110,6 +110,21 @@ def test_the_trainer_counts_a_group_once_for_models_of_any_head(name: str) -> No
     assert run_threads(2, rank) == [1.5, 1.5]
 
 
+def test_the_trainer_counts_a_model_that_runs_alone_as_it_does_without_us() -> None:
+    """As before the first step, where its loss on one rank is compared."""
+    args = SimpleNamespace(average_tokens_across_devices=True)
+    trainer = SimpleNamespace(args=args, model_accepts_loss_kwargs=True, compute_loss_func=None)
+
+    def rank(comm: Any) -> float:
+        model = build("llama", "eager", {})
+        handle = attach(model, sequence_parallel(comm))
+        WholeBatchHooks(model, handle)
+        with handle.first.changes.undone():
+            return counted_once(trainer, compute_loss, model, {}, num_items_in_batch=8).item()
+
+    assert run_threads(2, rank) == [3.0, 3.0]
+
+
 @pytest.mark.parametrize("whole_logits", [False, True])
 def test_calls_with_labels_return_whole_or_local_logits(whole_logits: bool) -> None:
     """The argument of the call decides; without it, evaluation returns the logits of all 24 tokens,

@@ -95,8 +95,8 @@ class WholeBatchHooks:
         self._noise = WholeNoise()
         self._hooks: tuple[Any, ...] = ()
         handle.whole_batches = True
-        vars(model)[GROUP_SIZE] = handle.sp.size
         with recorded_changes(handle):
+            vars(model)[GROUP_SIZE] = handle.sp.size
             if not is_cut_inside(model):  # such a model takes whole batches without hooks
                 self._register(model)
             handle.share_operations(model)
