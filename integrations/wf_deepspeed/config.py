@@ -35,6 +35,7 @@ UNSUPPORTED = (
     "expert_parallel.enabled",
     "hybrid_engine.enabled",
     "data_efficiency.data_sampling.enabled",
+    "data_efficiency.data_routing.random_ltd.enabled",  # drops tokens of a rank's part
     "curriculum_learning.enabled",
 )
 """Switches of DeepSpeed that are refused together with the block."""

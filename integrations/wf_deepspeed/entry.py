@@ -34,6 +34,8 @@ from wf_deepspeed.saving import make_checkpoints_atomic
 from wf_transformers import Handle, WholeBatchHooks, attach_compared, attach_model, attach_stages
 
 Initialize = Callable[..., tuple[Any, Any, Any, Any]]
+CONFIG_ARGUMENTS = ("deepspeed_config", "deepscale_config")
+"""Command-line arguments that name the JSON; DeepSpeed still takes the second, an old name."""
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -132,8 +134,9 @@ def find_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     config = arguments.get("config")
     if config is None:
         config = arguments.get("config_params")
-    if config is None:
-        config = getattr(arguments.get("args"), "deepspeed_config", None)
+    for name in CONFIG_ARGUMENTS:
+        if config is None:
+            config = getattr(arguments.get("args"), name, None)
     return {} if config is None else load_config(config)
 
 

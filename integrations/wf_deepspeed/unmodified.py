@@ -20,7 +20,7 @@ import deepspeed
 import torch.distributed as dist
 
 from wf_deepspeed.config import BATCH_KEYS, KEY, load_config, read_block
-from wf_deepspeed.entry import find_config, initialize_with
+from wf_deepspeed.entry import CONFIG_ARGUMENTS, find_config, initialize_with
 from wf_transformers import (
     WholeBatchHooks,
     compared_first,
@@ -86,7 +86,8 @@ def with_group_batch_size(arguments: Mapping[str, Any]) -> dict[str, Any]:
     block = read_block(config)
     if block is None or not dist.is_initialized():
         return {}
-    train, micro, steps = (config.get(key, 0) for key in BATCH_KEYS)
+    sizes = [config.get(key) for key in BATCH_KEYS]
+    train, micro, steps = (size if isinstance(size, int) else 0 for size in sizes)  # not "auto"
     if not train or train != micro * steps * dist.get_world_size():
         return {}
     size = block.sequence_parallel.sequence_parallel_size
@@ -95,7 +96,9 @@ def with_group_batch_size(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if arguments.get(name) is not None:
             return {name: corrected_config}
     script_args = copy.copy(arguments["args"])  # DeepSpeed refuses both deepspeed_config and config
-    script_args.deepspeed_config = None
+    for name in CONFIG_ARGUMENTS:
+        if hasattr(script_args, name):
+            setattr(script_args, name, None)
     return {"args": script_args, "config": corrected_config}
 
 

@@ -120,6 +120,10 @@ def test_deepspeed_keys_that_would_give_wrong_results_are_refused(
             {"data_efficiency": {"data_sampling": {"enabled": True}}},
             "data_efficiency.data_sampling.enabled",
         ),
+        (
+            {"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True}}}},
+            "data_efficiency.data_routing.random_ltd.enabled",
+        ),
     ],
 )
 def test_unsupported_deepspeed_keys_are_refused(config: dict, message: str) -> None:

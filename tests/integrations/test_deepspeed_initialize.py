@@ -22,7 +22,7 @@ import deepspeed  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_backends.comm.threads import run_threads  # noqa: E402
-from wf_deepspeed.entry import _gathered_parameters, initialize_with, start  # noqa: E402
+from wf_deepspeed.entry import CONFIG_ARGUMENTS, _gathered_parameters, initialize_with, start  # noqa: E402
 from wf_transformers import attach  # noqa: E402
 
 pytestmark = pytest.mark.deepspeed
@@ -75,15 +75,19 @@ def test_a_model_that_is_not_a_module_is_refused() -> None:
         initialize_with(arguments_of_initialize, (), {"config": CONFIG})
 
 
-@pytest.mark.parametrize("argument", ["config", "config_params", "args"])
+@pytest.mark.parametrize(
+    "argument", ["config", "config_params", "deepspeed_config", "deepscale_config"]
+)
 def test_the_block_is_read_from_each_argument_that_may_name_the_json(
     argument: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"wallfacer": {"rote": "ring"}}))
-    value = SimpleNamespace(deepspeed_config=str(path)) if argument == "args" else str(path)
+    arguments: dict[str, Any] = {argument: str(path)}
+    if argument in CONFIG_ARGUMENTS:
+        arguments = {"args": SimpleNamespace(**dict.fromkeys(CONFIG_ARGUMENTS) | arguments)}
     with pytest.raises(ValueError, match="did you mean 'route'"):
-        initialize_with(arguments_of_initialize, (), {argument: value})
+        initialize_with(arguments_of_initialize, (), arguments)
 
 
 def test_start_sets_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 from tests.integrations.deepspeed_trainer import NUM_EVALUATED, assert_logits_close  # noqa: E402
 from wf_deepspeed import unmodified  # noqa: E402
 from wf_deepspeed.__main__ import script_first, take_timeout  # noqa: E402
+from wf_deepspeed.config import BATCH_KEYS  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
@@ -169,5 +170,10 @@ def test_a_corrected_file_of_args_is_given_as_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_a_batch_size_counted_over_groups_is_kept() -> None:
-    assert unmodified.with_group_batch_size({"config": GROUPS_BATCH}) == {}
+@pytest.mark.parametrize(
+    "config",
+    [GROUPS_BATCH, RANKS_BATCH | dict.fromkeys(BATCH_KEYS, "auto")],
+    ids=["counted over groups", "not filled in"],
+)
+def test_other_batch_sizes_are_kept(config: dict[str, Any]) -> None:
+    assert unmodified.with_group_batch_size({"config": config}) == {}
