@@ -53,6 +53,16 @@ def check_block(name: str, block: object, known: Iterable[str], example: str) ->
             )
 
 
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; json itself would silently take the last of two values of a key."""
+    members: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in members:
+            raise ValueError(f"key {key!r} is given twice: {members[key]!r} and {value!r}")
+        members[key] = value
+    return members
+
+
 def of_type(name: str, value: object, expected_type: Any, expected: str) -> None:
     if not isinstance(value, expected_type):
         raise ValueError(f"{name} must be {expected}, got a {type(value).__name__}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wf_backends import dsp
-from wf_backends._validation import nearest
+from wf_backends._validation import nearest, without_duplicates
 from wf_transformers import ModelOptions
 
 KEY = "wallfacer"
@@ -23,14 +23,19 @@ def load(path: str | Path) -> dict[str, Any]:
     "optimizer" and "gradient_accumulation_steps" are for the training loop.
 
     Raises:
-        ValueError: if there is no such file, it is not a JSON object, or a key is unknown.
+        ValueError: if there is no such file, it is not a JSON object, or a key is unknown or given
+            twice.
     """
     try:
-        config = json.loads(Path(path).read_text())
+        config = json.loads(Path(path).read_text(), object_pairs_hook=without_duplicates)
     except FileNotFoundError:
         raise ValueError(f"there is no file {str(path)!r}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold an object {{...}}, got {json.dumps(config)}")
     for key, value in config.items():
         if key not in TOP_LEVEL:
             raise ValueError(

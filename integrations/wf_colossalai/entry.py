@@ -59,6 +59,8 @@ def apply(
         NotImplementedError: for "autochunk".
     """
     stages, model_options = None, ModelOptions()
+    if not isinstance(config, SequenceParallelConfig | Mapping):
+        raise ValueError(f"config must be a SequenceParallelConfig or a dict, got {config!r}")
     if not isinstance(config, SequenceParallelConfig):
         if AUTOCHUNK in config:
             raise NotImplementedError(
@@ -108,7 +110,7 @@ def from_config(path: str | Path, model: nn.Module) -> PluginHandle:
     if name == HYBRID:
         plugin = WallFacerPlugin(**block, **options)
         return PluginHandle(plugin.handle, plugin, config)
-    if name not in OTHER_PLUGINS:
+    if not isinstance(name, str) or name not in OTHER_PLUGINS:
         known = (HYBRID, *OTHER_PLUGINS)
         raise ValueError(
             f'{path}: "colossalai.plugin" must be one of {", ".join(known)}, got {name!r}'

@@ -18,12 +18,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from wf_backends import SequenceParallelConfig, dsp
+from wf_backends._validation import one_of, positive
 from wf_backends.parallel import key_hint
 from wf_colossalai.config import HYBRID, load, sequence_parallel_config
 from wf_colossalai.policy import WallFacerPolicy
 from wf_colossalai.sequence import PlainSequenceParallel
 from wf_transformers import AUTOCHUNK, MODEL_KEYS, Handle, ModelOptions
 
+PRECISIONS = ("fp16", "bf16", "fp32")
 CONFIG_KEYS = tuple(field.name for field in fields(SequenceParallelConfig))
 REPLACED_ARGUMENTS: Mapping[str, str] = MappingProxyType(
     {
@@ -67,7 +69,7 @@ class WallFacerPlugin(HybridParallelPlugin):
     def __init__(self, *, tp_size: int = 1, pp_size: int = 1, **kwargs: Any) -> None:
         _check_keys(kwargs)
         kwargs, self._model_options = ModelOptions.split(kwargs)
-        if self._model_options.autochunk is not None and (tp_size > 1 or pp_size > 1):
+        if self._model_options.autochunk is not None and (tp_size, pp_size) != (1, 1):
             raise NotImplementedError(
                 f'"{AUTOCHUNK}" with tp_size {tp_size} and pp_size {pp_size}: both must be 1'
             )
@@ -150,6 +152,9 @@ def _check_keys(kwargs: dict[str, Any]) -> None:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Refuse values of ColossalAI's arguments that do not work."""
+    one_of("precision", options["precision"], PRECISIONS)
+    if options.get("zero_stage", 0) not in (0, 1, 2):
+        raise ValueError(f"zero_stage must be 0, 1 or 2, got {options['zero_stage']!r}")
     if options.get("zero_stage") and options["precision"] == "fp32":
         raise NotImplementedError(
             f'zero_stage={options["zero_stage"]} with precision="fp32" is not in ColossalAI\'s '
@@ -172,6 +177,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _check_world(sp_size: int, tp_size: int, pp_size: int) -> None:
+    positive("tp_size", tp_size)
+    positive("pp_size", pp_size)
     world_size = dist.get_world_size()
     if world_size % (sp_size * tp_size * pp_size):
         raise ValueError(

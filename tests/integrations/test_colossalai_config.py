@@ -24,7 +24,7 @@ if importlib.util.find_spec("colossalai"):
 
     from tests.integrations.colossalai_models import batch, build
     from tests.integrations.transformers_models import sequence_parallel
-    from wf_colossalai import TABLE, WallFacerPlugin, config, doctor
+    from wf_colossalai import TABLE, WallFacerPlugin, apply, config, doctor
     from wf_colossalai.attach import attach
     from wf_colossalai.cpu import cpu_accelerator
     from wf_colossalai.table import find
@@ -73,6 +73,10 @@ def test_arguments_whose_result_would_cover_one_rank_alone_are_refused(argument:
         ({"sequence_parallelism_mode": "ring"}, "sequence_parallelism_mode='ring'.*route"),
         ({"route": "rong"}, "rong"),
         ({"sequence_parallel_size": 0}, "sequence_parallel_size must be a positive"),
+        ({"tp_size": "2"}, "tp_size must be a positive integer, got '2'"),
+        ({"pp_size": 0}, "pp_size must be a positive integer, got 0"),
+        ({"precision": "float32"}, "precision must be one of .*, got 'float32'"),
+        ({"precision": "bf16", "zero_stage": 3}, "zero_stage must be 0, 1 or 2, got 3"),
         ({"activation_checkpointing": {"offload": "cpu"}}, 'offload" must be true or false'),
         ({"activation_checkpoint": {"offload": True}}, "did you mean .activation_checkpointing"),
     ],
@@ -82,6 +86,11 @@ def test_a_wrong_argument_of_the_plugin_is_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         WallFacerPlugin(**arguments)
+
+
+def test_a_configuration_that_is_no_dict_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be a SequenceParallelConfig or a dict, got 4"):
+        apply(build("llama"), 4)  # type: ignore[arg-type]
 
 
 def test_a_custom_policy_without_wallfacer_is_refused() -> None:
@@ -106,6 +115,8 @@ def test_zero_in_float32_is_refused_with_the_plugin_that_has_it() -> None:
         ('{"zero_optimization": {}}', '"zero_optimization" is an unknown key.*"colossalai"'),
         ('{"wallfacer": 4}', '"wallfacer" must be a block .*got 4'),
         ("{", "no JSON"),
+        ("[]", r"must hold an object {...}, got \[\]"),
+        ('{"wallfacer": {}, "wallfacer": {}}', "key 'wallfacer' is given twice"),
         (
             '{"wallfacer": {"enabled": false, "activation_checkpointing": true}}',
             '"activation_checkpointing" must be a block',

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from wf_backends._validation import nearest
+from wf_backends._validation import nearest, without_duplicates
 from wf_backends.cluster.topology import KernelRate, Link, Topology, from_dict
 
 MEASURE = "measure"  # instead of a name: the job measures its topology
@@ -122,14 +122,4 @@ def _read(path: Path) -> Any:
     text = path.read_text()
     if path.suffix == ".toml":
         return tomllib.loads(text)
-    return json.loads(text, object_pairs_hook=_without_duplicates)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; json itself would silently take the last of two values of a key."""
-    members: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in members:
-            raise ValueError(f"key {key!r} is given twice: {members[key]!r} and {value!r}")
-        members[key] = value
-    return members
+    return json.loads(text, object_pairs_hook=without_duplicates)
