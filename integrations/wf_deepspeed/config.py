@@ -172,7 +172,7 @@ def refuse_conflicts(config: Mapping[str, Any], block: Block) -> None:
     declared = config.get("sequence_parallel_size", size)
     if declared != size:
         raise ValueError(
-            f'"sequence_parallel_size": {declared} contradicts '
+            f'"sequence_parallel_size": {_as_json(declared)} contradicts '
             f'"{KEY}.sequence_parallel_size": {size}; make them equal or remove the first'
         )
     if _switch(config, "activation_checkpointing.partition_activations"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -37,11 +38,12 @@ def _save(
         return original(save_dir, tag, client_state or {}, save_latest, **options)
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     with saved_whole(save_dir, name, save_latest) as temporary_folder:
-        return original(save_dir, temporary_folder.name, client_state or {}, False, **options)
+        part = os.path.relpath(temporary_folder, save_dir)  # a tag may be "run1/step100"
+        return original(save_dir, part, client_state or {}, False, **options)
 
 
 def _load(
-    engine: Any, original: Callable[..., Any], load_dir: str, tag: str | None = None, **options: Any
+    engine: Any, original: Callable[..., Any], load_dir: str, tag: object = None, **options: Any
 ) -> Any:
     """Replace DeepSpeedEngine.load_checkpoint.
 
@@ -51,5 +53,6 @@ def _load(
     universal = engine.load_universal_checkpoint()
     has_tag = tag is not None or Path(load_dir, "latest").is_file()
     if has_tag and not universal and not engine.use_node_local_storage():
-        tag = find_checkpoint(load_dir, tag).name
+        found = find_checkpoint(load_dir, None if tag is None else str(tag))
+        tag = os.path.relpath(found, load_dir)
     return original(load_dir, tag, **options)

@@ -94,6 +94,7 @@ def test_a_block_that_is_not_an_object_is_refused() -> None:
     [
         ({"data_parallel_size": 2}, '"data_parallel_size": 2'),
         ({"sequence_parallel_size": 2}, '"sequence_parallel_size": 2 contradicts'),
+        ({"sequence_parallel_size": "4"}, '"sequence_parallel_size": "4" contradicts'),
         (
             {"activation_checkpointing": {"partition_activations": True}},
             "activation_checkpointing.partition_activations",
