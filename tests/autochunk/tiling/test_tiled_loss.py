@@ -99,6 +99,17 @@ def test_loss_and_gradients_equal_those_of_all_logits(
 
 
 @pytest.mark.usefixtures("kernel")
+def test_batch_without_a_valid_label_has_the_loss_nan_and_gradients_of_0() -> None:
+    """As of torch's cross entropy: in an accumulation such a micro-batch changes nothing."""
+    batch = make_batch()
+    batch["labels"][:] = -100
+    model = build_model()
+    with tile_modules(model, head_tiles()):
+        loss, *grads = loss_and_gradients(model, batch)
+    assert loss.isnan() and all(not grad.any() for grad in grads)
+
+
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 def test_head_that_is_tied_to_the_embedding(trained: bool) -> None:
     model = build_model()

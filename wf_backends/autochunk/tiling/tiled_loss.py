@@ -100,11 +100,15 @@ class _HeadLoss:
                 f"labels must be {tuple(hidden.shape[:-1])}, one for each row of the head, got "
                 f"{tuple(labels.shape)}"
             )
+        labels = labels.to(hidden.device)
+        loss = self._sum(hidden.flatten(0, -2), labels.flatten())
         count = self.call.get("num_items_in_batch")
-        if count is None:
+        if count is not None:
+            loss = loss / count
+        else:  # without any label NaN with gradients of 0, as torch's cross entropy
             count = (labels != _ignore_index(self.call)).sum()
-        total = self._sum(hidden.flatten(0, -2), labels.flatten().to(hidden.device))
-        self.loss = loss = total / count
+            loss = torch.where(count > 0, loss / count.clamp(min=1), torch.nan)
+        self.loss = loss
         return loss
 
     def _sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
