@@ -6,13 +6,22 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore, TCPStore
 
 from wf_backends.comm import Pass, faults, watch
-from wf_backends.comm.faults import Board, deferred_termination, fault_report, note_of, report
+from wf_backends.comm.faults import (
+    LOG_FOLDER,
+    Board,
+    deferred_termination,
+    fault_report,
+    note_of,
+    report,
+)
 from wf_backends.comm.protocol import Wait
 from wf_backends.comm.watch import Watch
 
@@ -157,3 +166,30 @@ def test_without_rank_0_rank_1_alone_reports(rank: int, caplog: pytest.LogCaptur
     assert len(reports) == (1 if rank == 1 else 0), reports
     for text in reports:
         assert "ranks [1] answered" in text and "Rank 0 has ended" in text
+
+
+def test_a_log_folder_that_cannot_be_written_does_not_hide_the_fault(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    board = Board(HashStore())
+    board.write(LOG_FOLDER, 0, str(tmp_path / "file"))
+    board.report("fault report: ...")
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == "fault report: ..." and second.startswith("faults.log was not written: ")
+
+
+def test_a_store_that_does_not_answer_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of a rank 0 that is stopped: torch waits for its answer for ever."""
+
+    class StoppedStore:
+        def check(self, keys: list[str]) -> bool:
+            time.sleep(5)
+            return bool(keys)
+
+    board = Board(HashStore())
+    monkeypatch.setattr(board, "_store", StoppedStore())
+    monkeypatch.setattr(faults, "STORE_S", 0.1)
+    start = time.monotonic()
+    assert board.read("fault", 1) is None and board.gone
+    assert time.monotonic() - start < 3

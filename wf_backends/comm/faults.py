@@ -18,9 +18,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
@@ -28,11 +29,16 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 from wf_backends.comm.protocol import Communicator, Wait
 
 ANSWER_S = 2.0  # how long a rank whose wait failed waits for the notes of others
+STORE_S = 3.0  # how long the store may take to answer; if rank 0 is stopped, it never does
 PAUSE_S = 0.005  # between looks at the store; mpirun sends SIGKILL 0.02 s after SIGTERM
 MAX_NAMED_RANKS = 8  # at one place, in a report
 LOG_FOLDER, REPORT = "log folder", "report"  # topics of notes
-STORE_GONE = "Rank 0 has ended, and with it the store of the ranks' notes: no other rank is heard"
+STORE_GONE = (
+    "Rank 0 has ended or is stopped, and with it the store of the ranks' notes: no other rank is "
+    "heard"
+)
 Note = dict[str, Any]
+T = TypeVar("T")
 
 
 def note_of(wait: Wait, global_ranks: Sequence[int]) -> Note:
@@ -48,13 +54,34 @@ def note_of(wait: Wait, global_ranks: Sequence[int]) -> Note:
     }
 
 
+def in_time(call: Callable[[], T], timeout: float) -> T:
+    """What `call` returns or raises, in a thread: Python handles no Ctrl-C while torch waits.
+
+    Raises:
+        RuntimeError: also if it takes longer than `timeout` seconds.
+    """
+    answer = Future[T]()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except RuntimeError as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return answer.result(timeout)
+    except TimeoutError:
+        raise RuntimeError("no answer") from None
+
+
 class Board:
     """The notes of a job's ranks, by topic and global rank. Without the store reads are None."""
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("wallfacer/notes", store)
         self.gone = False
-        """Whether the store has ended. Rank 0 holds it, or torchrun's agent."""
+        """Whether the store does not answer any more. Rank 0 holds it, or torchrun's agent."""
 
     def write(self, topic: str, rank: int, note: object) -> None:
         """Write a rank's note on a topic, in place of an earlier one."""
@@ -76,14 +103,18 @@ class Board:
         self.write(REPORT, 0, line)
         logging.getLogger(__name__).error("%s", line)
         folder = self.read(LOG_FOLDER, 0)
-        if folder is not None:
+        if folder is None:
+            return
+        try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             with Path(folder, "faults.log").open("a") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+        except OSError as error:  # a full disk must not hide the fault
+            logging.getLogger(__name__).error("faults.log was not written: %s", error)
 
     def _try(self, access: Callable[[], Any]) -> Any:
         try:
-            return None if self.gone else access()
+            return None if self.gone else in_time(access, STORE_S)
         except RuntimeError:
             self.gone = True
             return None

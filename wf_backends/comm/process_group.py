@@ -17,30 +17,21 @@ from wf_backends.comm.watch import ProcessComm
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of a group's operations; None if this version of torch does not tell it.
+    """How long a group's operations wait; None if this version of torch does not tell it.
 
-    Pass it to `new_group`, whose default is the library's timeout and not that of a parent group.
+    Pass it to `new_group`, whose default is torch's 30 minutes; a group of this timeout counts as
+    made without one, and waits as long as the default group.
     """
     device, _ = dist.get_backend_config(group).split(",")[0].split(":")
     options = getattr(group._get_backend(torch.device(device)), "options", None)
-    return getattr(options, "_timeout", None)
+    timeout, world = getattr(options, "_timeout", None), dist.group.WORLD
+    is_default = timeout == dist.distributed_c10d.default_pg_timeout
+    return timeout_of(world) if is_default and world not in (None, group) else timeout
 
 
 def as_timeout(seconds: float | None, parent: dist.ProcessGroup) -> timedelta | None:
-    """The timeout for a new group: `seconds`, or the parent group's timeout."""
+    """`seconds`, or the timeout of the parent group."""
     return timeout_of(parent) if seconds is None else timedelta(seconds=seconds)
-
-
-def _wait_timeout(group: dist.ProcessGroup, seconds: float | None) -> timedelta | None:
-    """How long a wait of gloo waits; None = the group's timeout.
-
-    Without `seconds` a group of `dist.new_group()`, which has torch's 30 minutes, waits as long as
-    the default group.
-    """
-    world = dist.group.WORLD
-    if seconds is None and timeout_of(group) == dist.distributed_c10d.default_pg_timeout and world:
-        return timeout_of(world)
-    return None if seconds is None else timedelta(seconds=seconds)
 
 
 def own_group(timeout: float | None = None) -> dist.ProcessGroup | None:
@@ -70,8 +61,7 @@ class GroupComm(ProcessComm):
 
     Args:
         group: None = the default group.
-        timeout: seconds that a wait of gloo waits; None = the group's timeout, or that of the
-            default group if this one was made without a timeout.
+        timeout: seconds that a wait of gloo waits; None = `timeout_of` the group.
     """
 
     def __init__(
@@ -82,8 +72,8 @@ class GroupComm(ProcessComm):
         self.group: dist.ProcessGroup = group_or_world
         ranks = dist.get_process_group_ranks(self.group)
         super().__init__(dist.get_rank(group), len(ranks), ranks)
-        wait_timeout = _wait_timeout(self.group, timeout)
-        self.wait_args = () if wait_timeout is None else (wait_timeout,)
+        wait = as_timeout(timeout, self.group)
+        self.wait_args = () if wait is None else (wait,)
         pairs = dist.get_backend_config(self.group).split(",")  # such as cpu:gloo,cuda:nccl
         self._backends = dict(pair.split(":") for pair in pairs)
         self.on_host = "cpu" in self._backends

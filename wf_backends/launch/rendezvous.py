@@ -7,22 +7,19 @@ name the ranks that are missing. And it does not know MPI.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from queue import Empty, SimpleQueue
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from wf_backends.comm import gather_texts, make_comm
+from wf_backends.comm import gather_texts, in_time, make_comm
 from wf_backends.launch.environment import Place
 
 GRACE_S = 5.0  # in which a wait with a timeout ends by itself
-T = TypeVar("T")
 
 
 def open_store(place: Place, world: Any, timeout: float) -> tuple[Place, Store]:
@@ -65,7 +62,7 @@ def _open(place: Place, timeout: float) -> tuple[Place, TCPStore]:
     listens = place.rank == 0 and not place.agent_store
     wait = timedelta(seconds=timeout)
     try:  # torch itself takes twice the timeout, or for ever if another program has the port
-        store = _in_thread(
+        store = in_time(
             lambda: TCPStore(address, port, size, listens, wait, wait_for_workers=False), timeout
         )
     except RuntimeError as error:
@@ -75,30 +72,6 @@ def _open(place: Place, timeout: float) -> tuple[Place, TCPStore]:
             f"{timeout:g} s: {error}"
         ) from error
     return replace(place, port=store.port), store
-
-
-def _in_thread(call: Callable[[], T], timeout: float) -> T:
-    """What `call` returns or raises, in a thread: Python handles no Ctrl-C while torch waits.
-
-    Raises:
-        RuntimeError: also if it takes longer than `timeout`.
-    """
-    results = SimpleQueue[T | RuntimeError]()
-
-    def run() -> None:
-        try:
-            results.put(call())
-        except RuntimeError as error:
-            results.put(error)
-
-    Thread(target=run, daemon=True).start()
-    try:
-        result = results.get(timeout=timeout)
-    except Empty:
-        raise RuntimeError("no answer") from None
-    if isinstance(result, RuntimeError):
-        raise result
-    return result
 
 
 def _outward_address() -> str:
@@ -129,7 +102,7 @@ def meet(store: Store, place: Place, timeout: float) -> tuple[Store, Place]:
     keys = [f"host of {rank}" for rank in range(place.world_size)]
     me = f"rank {place.rank} of {place.world_size} ({place.launcher})"
     try:
-        _in_thread(lambda: store.wait(keys, timedelta(seconds=timeout)), timeout + GRACE_S)
+        in_time(lambda: store.wait(keys, timedelta(seconds=timeout)), timeout + GRACE_S)
     except dist.DistStoreError as error:
         late = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise RuntimeError(
