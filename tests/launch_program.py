@@ -79,6 +79,13 @@ def report_the_error() -> None:
         report({"error": str(error)})
 
 
+def stay_away() -> None:
+    """Rank 1 never joins; the others wait for it in MPI_Init."""
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        time.sleep(TIMEOUT_S)
+    init(timeout=1)
+
+
 def exit_without_close() -> None:
     """Exit while a thread of gloo has a tensor to free, and the program still holds the groups."""
     init(timeout=TIMEOUT_S)
@@ -100,5 +107,5 @@ def report(facts: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    programs = (join, join_twice, fail_and_join, report_the_error, exit_without_close)
+    programs = (join, join_twice, fail_and_join, report_the_error, stay_away, exit_without_close)
     {program.__name__: program for program in programs}[sys.argv[2]]()

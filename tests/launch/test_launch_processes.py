@@ -86,6 +86,15 @@ def test_four_ranks_of_mpirun_meet_at_the_loopback():
 
 
 @pytest.mark.mpi
+def test_a_rank_that_never_joins_ends_the_job_of_mpirun_at_the_timeout(tmp_path: Path):
+    """MPI_Init itself waits for it without end."""
+    pytest.importorskip("mpi4py")
+    command = [*MPIRUN, "-n", "2", *python(), *PROGRAM, str(tmp_path), "stay_away"]
+    done = run_command(command, timeout=60)
+    assert done.returncode == 1 and "in load_mpi" in done.stdout, done.stdout
+
+
+@pytest.mark.mpi
 def test_the_example_of_the_readme_equals_dense_attention():
     pytest.importorskip("mpi4py")
     block = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import os
 import socket
@@ -22,6 +23,7 @@ from wf_backends.launch.environment import Place, default_log_folder, detect
 from wf_backends.launch.rendezvous import meet, open_store, take_gpu, with_local
 
 MPI_LAUNCHERS = ("openmpi", "mpich", "mpi4py")
+STDERR = 2
 BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 
 
@@ -118,7 +120,7 @@ def init(
 
 def _open_group(backend: str, place: Place, timeout: float) -> Place:
     """Make the group of all ranks. Returns the place with what the ranks learned on the way."""
-    place, store = open_store(place, _mpi_world(place), timeout)
+    place, store = open_store(place, _mpi_world(place, timeout), timeout)
     store, place = meet(store, place, timeout)
     device = take_gpu(store, place) if "nccl" in backend else torch.device("cpu")
     dist.init_process_group(
@@ -167,14 +169,21 @@ def _place_by_mpi(place: Place) -> Place:
     return replace(place, launcher="mpi4py") if agrees else place
 
 
-def _mpi_world(place: Place) -> Any:
-    """The MPI communicator by which rank 0 sends the store's address; None if all ranks know it."""
+def _mpi_world(place: Place, timeout: float) -> Any:
+    """The MPI communicator by which rank 0 sends the store's address; None if all ranks know it.
+
+    MPI_Init waits for all ranks, with no end and with Python's lock: after the timeout a traceback
+    is written and the process ends.
+    """
     if place.launcher not in MPI_LAUNCHERS or place.address is not None:
         return None
+    faulthandler.dump_traceback_later(timeout, exit=True, file=STDERR)
     try:
         MPI = load_mpi()
     except ImportError as error:
         raise ImportError(f"{error} Or set MASTER_ADDR and MASTER_PORT on every rank.") from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     world = MPI.COMM_WORLD
     if world.size != place.world_size:
         raise ValueError(
