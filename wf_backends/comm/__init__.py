@@ -25,6 +25,7 @@ from wf_backends.comm.protocol import (
     Pass,
     Pending,
     Shared,
+    View,
 )
 from wf_backends.comm.threads import ThreadComm, World, run_threads
 
@@ -42,6 +43,7 @@ __all__ = [
     "Pending",
     "Shared",
     "ThreadComm",
+    "View",
     "World",
     "all_to_all",
     "as_timeout",
