@@ -151,6 +151,8 @@ def message_of_refusal(order=("rows", "columns"), gradients="averaged", **change
         ({"leaves": ""}, "no module ''"),
         ({"enters": "stages.1"}, "'stages.0' runs before 'stages.1'"),
         ({"leaves": "first"}, "'first' ran before 'stages.0'"),
+        ({"dims": DIMS | {"layers": -2}}, "dims must be different numbers, from 0 on"),
+        ({"dims": DIMS | {"layers": 1}}, "dims must be different numbers, from 0 on"),
         ({"dims": DIMS | {"layers": 5}}, "do not fit the hidden state (1, 4, 4, 4, 3)"),
     ],
 )

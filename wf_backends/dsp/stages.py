@@ -69,6 +69,9 @@ class Stages:
         for key in ("enters", "starts_along", "leaves"):
             if not isinstance(getattr(self, key), str):
                 raise ValueError(f"{key} must be a name, got {getattr(self, key)!r}")
+        distinct = {*self.dims.values()}
+        if len(distinct) < len(self.dims) or min(distinct, default=0) < 0:
+            raise ValueError(f"dims must be different numbers, from 0 on, got {dict(self.dims)}")
         if self.needs and len(self.dims) < 2:
             raise ValueError(f"dims must name at least two dimensions to switch, got {self.dims}")
         dim_of_key = {"starts_along": self.starts_along}
