@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from tests.dense import largest
 from tests.dsp.switch_cases import derived_bytes, errors_and_bytes, mix, whole_tensor
 from tests.helpers import run_threads
+from wf_backends.comm import World
+from wf_backends.dsp import switch as dsp_switch
 from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded
+from wf_backends.runtime import dimension
 
 SIZES = (1, 2, 3, 4, 6, 8)
 
@@ -158,3 +161,23 @@ def test_switches_keep_every_bit(dtype):
         return torch.equal(dsp.gather(dsp.switch(dsp.split(x, 1), 1, 2), 2), x)
 
     assert all(run_threads(4, is_unchanged))
+
+
+def test_torch_compile_does_not_trace_the_calls(monkeypatch):
+    """It cannot trace the messages of gloo."""
+    dsp, traced = DynamicSequenceParallel(World(1).comm(0), gradients="averaged"), []
+
+    def observed_dimension(*args):
+        traced.append(torch.compiler.is_compiling())
+        return dimension(*args)
+
+    def model(x):
+        cut = dsp.switch(dsp.split(2 * x, 1), 1, 2)
+        return dsp.gather(cut, 2) + 1
+
+    monkeypatch.setattr(dsp_switch, "dimension", observed_dimension)
+    x = torch.randn(2, 5, 7, requires_grad=True)
+    out = torch.compile(model, backend="eager")(x)
+    out.sum().backward()
+    assert traced and not any(traced)
+    assert torch.equal(out, 2 * x + 1) and torch.equal(x.grad, torch.full_like(x, 2))

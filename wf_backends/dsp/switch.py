@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
+from wf_backends._compile import eager
 from wf_backends.comm import Communicator, ConsistencyCheck, all_to_all, fingerprint, make_comm
 from wf_backends.runtime import dimension, gather_shards, move, take_shard
 from wf_backends.schedule import Layout
@@ -60,6 +61,7 @@ class DynamicSequenceParallel:
         self.rank, self.size = self.comm.rank, self.comm.size
         self._consistency = ConsistencyCheck(self.comm)
 
+    @eager
     def split(self, x: Tensor, dim: int) -> Sharded:
         """This rank's chunk of a tensor that every rank holds whole. Nothing is sent.
 
@@ -77,6 +79,7 @@ class DynamicSequenceParallel:
         forward, backward = partial(take_shard, *cut), partial(to_whole, *cut)
         return Sharded(move(x, forward, backward, "split"), dim, sizes)
 
+    @eager
     def switch(self, x: Sharded, from_dim: int, to_dim: int) -> Sharded:
         """Shard another dimension instead: one all-to-all in the forward, one in the backward.
 
@@ -97,6 +100,7 @@ class DynamicSequenceParallel:
         backward = partial(_exchange, self.comm, new, old)
         return Sharded(move(x.tensor, forward, backward, "switch"), to_dim, sizes)
 
+    @eager
     def gather(self, x: Sharded, dim: int) -> Tensor:
         """The whole tensor on every rank. Its gradient is cut; the backward sends nothing.
 
