@@ -26,6 +26,8 @@ class Cut:
     """The dimension of the rows."""
     reuses_layout: bool = False
     """Whether its only stream is the last stream of the previous cut, and gets the same layout."""
+    kept: str = ""
+    """An argument that only tells how long its stream is: it stays whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,16 @@ class Family:
 
 CONTROL = "residuals of a ControlNet, which would have to be cut"
 KWARGS = "arguments of attention, such as an IP-Adapter's"
-JOINT = Cut("transformer_blocks.0", (("encoder_hidden_states",), ("hidden_states",)))
+TEXT = "encoder_hidden_states"
+JOINT = Cut("transformer_blocks.0", ((TEXT,), ("hidden_states",)))
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "CogVideoXTransformer3DModel": Family(
             attention=("transformer_blocks.*.attn1",),
-            cuts=(JOINT, Cut("transformer_blocks.*", (("image_rotary_emb",),), reuses_layout=True)),
+            cuts=(
+                Cut("", ((TEXT,), ("image_rotary_emb",)), kept=TEXT),
+                JOINT,
+            ),
             gathered="proj_out",
             refused=(("attention_kwargs", KWARGS),),
         ),

@@ -64,10 +64,12 @@ class TransformerHooks:
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
             arguments = dict(zip(names, args, strict=False)) | kwargs
+            if _get_argument(arguments, cut.streams[-1][0]) is None:
+                return None
             layouts = [self._layout] if cut.reuses_layout else self._layouts(cut, arguments)
             for stream, layout in zip(cut.streams, layouts, strict=True):
                 take = partial(take_rows, self.sp, layout, cut.dim)
-                for path in stream:
+                for path in set(stream) - {cut.kept}:
                     rows = tree_map_only(Tensor, take, _get_argument(arguments, path))
                     _set_argument(arguments, path, rows)
             self._layout = layouts[-1]

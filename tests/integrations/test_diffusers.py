@@ -114,6 +114,28 @@ def test_gradients_with_recomputed_blocks_are_those_of_one_device(family: str) -
     assert_equal_to_one_device(family, 2, checkpointing=True)
 
 
+def test_recomputed_blocks_of_two_calls_get_the_rows_of_their_own_call() -> None:
+    """CogVideoX, called for two lengths before one backward."""
+    models = [build("cogvideox")[0] for _ in range(3)]
+    _, kwargs = build("cogvideox")
+    shorter = {"hidden_states": randn(2, 1, 2, 6, 6), "image_rotary_emb": (randn(9, 16),) * 2}
+
+    def grads_of(model: Any) -> dict[str, Tensor]:
+        samples = [model(**kwargs).sample, model(**kwargs | shorter).sample]
+        sum(loss_of(sample) for sample in samples).backward()
+        return gradients(model)
+
+    def run_rank(comm: Any) -> dict[str, Tensor]:
+        model = models[comm.rank]
+        model.enable_gradient_checkpointing()
+        with wf_diffusers.attach(model, sequence_parallel(comm)):
+            return grads_of(model)
+
+    results = run_threads(2, run_rank)
+    for name, expected in grads_of(models[2]).items():
+        assert_close(sum(grads[name] for grads in results) / 2, expected, name)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_detach_restores_the_model(family: str) -> None:
     model, kwargs = build(family)
