@@ -286,14 +286,14 @@ class WholeBatchHooks:
         `call.num_items` may be set in evaluation too: the Trainer of transformers 5 counts valid
         labels there, and scales by the number of ranks itself.
         """
-        sp, labels = self.handle.sp, call.local["labels"]
-        if call.num_items is not None:
-            return token_loss(logits, labels, call.num_items) * sp.size
-        if model.training and self.handle.averages_tokens:
+        sp, labels, num_items = self.handle.sp, call.local["labels"], call.num_items
+        if num_items is None and model.training and self.handle.averages_tokens:
             return self.handle.loss(logits, labels)
-        num_valid = sp.sum_over_ranks(count_valid(labels))
-        share = token_loss(logits, labels, num_valid) * sp.size
-        return torch.where(num_valid > 0, share, torch.nan)  # as the mean over nothing
+        if num_items is None:
+            num_items = sp.sum_over_ranks(count_valid(labels))
+        share = token_loss(logits, labels, num_items) * sp.size
+        has_labels = torch.as_tensor(num_items, device=share.device) > 0
+        return torch.where(has_labels, share, torch.nan)  # as the mean over nothing
 
 
 def _is_our_hook(hook: Any) -> bool:
