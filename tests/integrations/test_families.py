@@ -65,6 +65,21 @@ def test_deep_copy_of_an_attached_model_is_exact(name: str) -> None:
     assert_exact(FAMILIES[name], 2, change_attached=copy_and_spoil)
 
 
+@pytest.mark.parametrize("name", ["gptj", "codegen", "gpt_neo"])
+def test_logits_in_bfloat16_are_those_of_one_device(name: str) -> None:
+    family, ids = FAMILIES[name], {"input_ids": batch()["input_ids"]}
+    expected = build(family, family.reference).bfloat16().eval()(**ids).logits
+
+    def rank(comm: Any) -> Tensor:
+        sp, model = sequence_parallel(comm), build(family).bfloat16().eval()
+        with wf_transformers.attach(model, sp, verify=False):
+            inputs = wf_transformers.forward_kwargs(model, sp.shard_batch(ids))
+            return sp.unshard(model(**inputs).logits.detach())[:, : ids["input_ids"].shape[1]]
+
+    error = (run_threads(2, rank)[0] - expected).abs().max() / expected.abs().max()
+    assert error < 0.05
+
+
 @pytest.mark.parametrize("name", ["opt", "stablelm", "bert", "roberta"])
 def test_a_model_built_with_eager_attention_is_exact(name: str) -> None:
     assert_exact(FAMILIES[name], 2, "eager")
