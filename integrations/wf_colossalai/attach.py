@@ -10,7 +10,6 @@ from typing import Any
 from colossalai.pipeline.stage_manager import PipelineStageManager
 from torch import nn
 from torch.distributed import ProcessGroup
-from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel
 from wf_backends.dsp import Mode, Stages
@@ -21,6 +20,7 @@ from wf_transformers import (
     Handle,
     attach_pretrained,
     attach_stages,
+    outermost,
     scope_documents,
     without_documents,
 )
@@ -55,8 +55,14 @@ def attach(
 
     Raises:
         ValueError: if the model's attention is not in the table.
+        NotImplementedError: for PEFT around a model with another head than a language model's.
     """
     row = find(model, table)
+    if head_is_over_all_rows(model) and outermost(model) != [model]:
+        raise NotImplementedError(
+            f"{type(model).__name__} around a model with another head than a language model's is "
+            "not supported: PEFT calls such a model past its hooks"
+        )
     handle = _attach_layers(model, sp)
     handle.advice = SAME_SAMPLES
     for module in model.modules():
@@ -64,7 +70,7 @@ def attach(
             for name, function in row.methods.items():
                 handle.set(module, "wallfacer", handle.attention)
                 handle.set(module, name, MethodType(function, module))
-    if isinstance(model, PreTrainedModel) and row.cut == "tokens":
+    if outermost(model) and row.cut == "tokens":
         recompute = partial(recompute_with_documents, handle)
         handle.hooks(model.register_forward_pre_hook(recompute))
     if head_is_over_all_rows(model):
@@ -96,8 +102,8 @@ def attach_whole(
 
 def _attach_layers(model: nn.Module, sp: SequenceParallel) -> Handle:
     """Attach attention through transformers' registry. Other models must call `self.wallfacer`."""
-    if isinstance(model, PreTrainedModel):
-        return attach_pretrained([model], sp)
+    if pretrained := outermost(model):  # `model` itself, or inside PEFT's
+        return attach_pretrained(pretrained, sp)
     handle = Handle(sp)
     not_called = OWN_ATTENTION.format(type(model).__name__)
     scope_documents(model, handle, without_documents, not_called)

@@ -12,12 +12,11 @@ from colossalai.shardformer.layer.loss import cross_entropy_1d
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers.modeling_outputs import CausalLMOutput
-from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends._compile import eager
 from wf_backends.parallel import count_valid
 from wf_colossalai.sequence import plain
-from wf_transformers import Handle, WholeBatchHooks, mask_arguments
+from wf_transformers import Handle, WholeBatchHooks, mask_arguments, outermost
 from wf_transformers.whole_batches.call import Call
 from wf_transformers.whole_batches.custom_loss import INPUTS, custom_loss_reason
 
@@ -52,7 +51,7 @@ class TokenHooks(WholeBatchHooks):
         return {key: arguments[key] for key in BATCH_KEYS if arguments.get(key) is not None}
 
     def _has_custom_loss(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
-        if not isinstance(model, PreTrainedModel):
+        if not outermost(model):
             return False
         reason = custom_loss_reason(model, arguments)
         if reason is not None:
@@ -66,7 +65,7 @@ class TokenHooks(WholeBatchHooks):
     def _model_kwargs(
         self, model: nn.Module, arguments: dict[str, Any], local: dict[str, Any]
     ) -> dict[str, Any]:
-        if isinstance(model, PreTrainedModel):
+        if outermost(model):
             return super()._model_kwargs(model, arguments, local)
         taken = {k: v for k, v in local.items() if k in self._names and k != "labels"}
         return arguments | taken | {"cu_seqlens": None} | mask_arguments(local)

@@ -20,6 +20,7 @@ if importlib.util.find_spec("colossalai"):
     from colossalai.accelerator import get_accelerator
     from colossalai.kernel.kernel_loader import CPUAdamLoader
     from colossalai.shardformer.policies.llama import LlamaForCausalLMPolicy
+    from peft import LoraConfig, get_peft_model
     from transformers import T5Config, T5ForConditionalGeneration
 
     from tests.integrations.colossalai_models import batch, build
@@ -50,6 +51,42 @@ def test_an_unknown_model_is_refused_with_a_list_of_the_known() -> None:
 def test_a_model_without_a_head_is_refused() -> None:
     with pytest.raises(ValueError, match="LlamaModel is neither.*ForCausalLM"):
         find(transformers.LlamaModel(build("llama").config), TABLE)
+
+
+def with_lora(family: str, task_type: str) -> Any:
+    modules = ["q_proj", "v_proj"]
+    lora = LoraConfig(task_type=task_type, r=2, target_modules=modules, init_lora_weights=False)
+    return get_peft_model(build(family), lora)
+
+
+def test_lora_on_a_classifier_is_refused() -> None:
+    def rank(comm: Any) -> None:
+        with pytest.raises(NotImplementedError, match="another head than a language model's"):
+            attach(with_lora("llama_classes", "SEQ_CLS"), sequence_parallel(comm), TABLE)
+
+    run_threads(2, rank)
+
+
+def test_a_model_with_lora_has_the_loss_and_gradients_of_one_process() -> None:
+    models = [with_lora("llama", "CAUSAL_LM") for _ in range(3)]
+
+    def loss_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = model(**batch("llama", "ragged", 0)).loss
+        loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return loss.detach(), grads
+
+    def rank(comm: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model = models[comm.rank]
+        model.load_state_dict(models[2].state_dict())
+        with attach(model, sequence_parallel(comm), TABLE):
+            return loss_and_gradients(model)
+
+    (loss_0, grads_0), (loss_1, grads_1) = run_threads(2, rank)
+    expected_loss, expected_grads = loss_and_gradients(models[2])
+    mean = {name: (grads_0[name] + grads_1[name]) / 2 for name in expected_grads}
+    torch.testing.assert_close((loss_0, loss_1), (expected_loss, expected_loss))
+    torch.testing.assert_close(mean, expected_grads, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("argument", ["output_hidden_states", "logits_to_keep"])
