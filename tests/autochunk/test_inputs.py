@@ -6,9 +6,12 @@ chunked model has regions, and its outputs equal the unchunked model's.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -40,6 +43,11 @@ def assert_equal_outputs(model: nn.Module, chunked: nn.Module, *args: Any) -> No
         torch.testing.assert_close(chunked(*args), model(*args))
 
 
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return attention(x)
+
+
 class AddsParameter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -61,6 +69,22 @@ def test_parameter_passed_as_an_input_is_distinguished_from_the_models_parameter
     chunked = chunk(model, x, model.bias)
     for y in (model.bias, nn.Parameter(torch.randn(SIZE))):
         assert_equal_outputs(model, chunked, x, y)
+
+
+def test_threads_plan_one_after_another_and_leave_the_process_as_it_was() -> None:
+    """A trace of torch redirects stdout and replaces functions for the whole process."""
+    barrier, before = Barrier(3), (sys.stdout, torch.compiler.is_compiling)
+
+    def plan_and_run(rows: int) -> float:
+        model, x = nn.Sequential(Attention(), nn.Linear(16, 16)), torch.randn(1, rows, 16)
+        barrier.wait()
+        chunked = chunk(model, x)
+        with torch.no_grad():
+            return float((chunked(x) - model(x)).abs().max())
+
+    with ThreadPoolExecutor(3) as pool:
+        assert max(pool.map(plan_and_run, (256, 272, 288))) < 1e-5
+    assert (sys.stdout, torch.compiler.is_compiling) == before
 
 
 class Multiplies(nn.Module):

@@ -152,14 +152,21 @@ class ChunkedForward:
         return output
 
     def prepare(self, chunked: ChunkedModel, args: tuple, kwargs: dict[str, Any]) -> Planned:
-        """Captures and plans the forward for inputs of this form; `args` and `kwargs` are bound."""
+        """Captures and plans the forward for inputs of this form; `args` and `kwargs` are bound.
+
+        One thread at a time, and none beside `torch.compile`: a trace changes what torch keeps for
+        the whole process.
+        """
+        from torch._dynamo.convert_frame import compile_lock  # not needed for a model in training
+
         model = self._whole(chunked)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        if self._plan is not None:
-            planned = use_plan(model, args, kwargs, self._plan)
-        else:
-            planned = find_plan(model, args, kwargs, self._budget)
-            self._budget = self._budget.in_bytes(planned.plan.peak_before)
+        with compile_lock:
+            if self._plan is not None:
+                planned = use_plan(model, args, kwargs, self._plan)
+            else:
+                planned = find_plan(model, args, kwargs, self._budget)
+                self._budget = self._budget.in_bytes(planned.plan.peak_before)
         self._planned[_input_form(leaves, spec)] = planned
         self._elements = max(self._elements, _elements(leaves))
         chunked.plan = planned.plan
