@@ -6,11 +6,15 @@ is computed: only the first chunk's exchange of q, k and v and the last chunk's 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
-from math import gcd
+from functools import lru_cache
+from math import lcm
 
-from wf_backends.cost.route_shape import NOTHING, Axis, Load, Side
+from wf_backends.cluster import Topology
+from wf_backends.cost.route_shape import NOTHING, Load
 from wf_backends.cost.workload import Cost, HeadSplit, Span
+from wf_backends.lowering import UlyssesGroups
 
 
 def cost_around_passes(split: HeadSplit) -> Cost:
@@ -26,13 +30,27 @@ def exchange_loads(split: HeadSplit) -> tuple[Load, Load]:
     The backward exchanges as many bytes, of gradients, in the opposite order.
     """
     topology, workload = split.topology, split.workload
-    # of a group's ranks, which are `stride` apart, those on one host
-    per_host = max(1, gcd(split.degree * split.stride, topology.ranks_per_host) // split.stride)
-    peers = Side(split.degree, Axis(split.degree, per_host, senders_per_nic=0))
+    by_nic, inside = _busiest_parts(split.groups, topology)
     lengths = workload.seqlen, workload.num_keys
     rows = (-(-length // topology.size) for length in lengths)  # of a rank, rounded up
-    qkv, out = _qkv_and_out_bytes(split, *rows)
-    return peers.exchange(topology, qkv), peers.exchange(topology, out)
+    qkv, out = (Load(by_nic * n, inside * n) for n in _qkv_and_out_bytes(split, *rows))
+    return qkv, out
+
+
+@lru_cache(maxsize=256)
+def _busiest_parts(groups: UlyssesGroups, topology: Topology) -> tuple[int, int]:
+    """The parts, one for each peer in a group, that the busiest NIC and the busiest rank's link
+    inside its host send."""
+    period = lcm(groups.degree * groups.stride, topology.ranks_per_host)  # then all repeats
+    by_nic, most_on_host = Counter[int](), 1
+    for group in range(period // groups.degree):
+        members = groups.members(group)
+        on_host = Counter(map(topology.host, members))
+        most_on_host = max(most_on_host, *on_host.values())
+        for rank in members:
+            by_nic[topology.nic(rank)] += groups.degree - on_host[topology.host(rank)]
+    inside = most_on_host - 1
+    return max(by_nic.values()), min(1, inside) if topology.direct_links else inside
 
 
 def _qkv_and_out_bytes(split: HeadSplit, queries: float, keys: float) -> tuple[float, float]:
