@@ -32,6 +32,7 @@ def test_bench_measures_candidates_and_keeps_the_topology(wallfacer_json, tmp_pa
     (kept,) = tmp_path.iterdir()
     assert json.loads(kept.read_text()) == result["topology"]
     assert wallfacer_json(*args)["topology"] == result["topology"]
+    assert wallfacer_json(*args, "--topology", "measure")["topology"] == result["topology"]
 
 
 def test_bench_reduces_a_preset_to_the_size_of_the_job(wallfacer, wallfacer_json) -> None:

@@ -22,6 +22,13 @@ def test_explain_prints_the_grid_and_the_timeline(wallfacer) -> None:
     assert "forward step 1" in out and "backward reduce" in out
 
 
+def test_no_figure_of_explain_is_cut_off_at_80_columns(wallfacer) -> None:
+    """2,345,684 ms of computing on CPU cores."""
+    args = ("--topology", "one-host", "--ranks", "3")
+    code, out, _ = wallfacer("explain", "all_gather", *args, columns=80)
+    assert code == 0 and "…" not in out and max(map(len, out.splitlines())) <= 80
+
+
 def test_explain_takes_a_placement(wallfacer) -> None:
     route = "mesh:rows=2,cols=4,order=1-0,reverse=true"
     code, out, _ = wallfacer("explain", route, *SMALL, "--ranks", "8")

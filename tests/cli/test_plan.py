@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from tests.command_line import SMALL, TWO_HOSTS
 from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.cluster.presets import load
 from wf_backends.cluster.topology import from_dict
 from wf_backends.comm.protocol import Communicator
 from wf_backends.comm.threads import run_threads
@@ -170,6 +172,13 @@ def test_plan_recommends_the_contiguous_layout_for_a_window(
 ) -> None:
     reason = wallfacer_json("plan", *SMALL, *options, "--topology", TWO_HOSTS)["reason"]
     assert ("add --layout contiguous" in reason) == recommends
+
+
+def test_a_file_of_more_ranks_than_a_config_takes_is_refused(wallfacer, tmp_path: Path) -> None:
+    path = tmp_path / "many.json"
+    path.write_text(json.dumps(load(TWO_HOSTS).to_dict() | {"hosts": 20_000}))
+    code, _, err = wallfacer("plan", "--topology", str(path), "--seqlen", "1000000")
+    assert code == 2 and "--ranks must be at most 65536, got 80000" in err
 
 
 @pytest.mark.parametrize(

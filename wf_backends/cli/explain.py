@@ -30,7 +30,7 @@ from wf_backends.schedule import make_layout, place, render, slices_load
 PRESET_RANKS = 8  # of a preset by default: a larger grid is hard to read
 MAX_RANKS = 256  # counting their messages takes some 25 s, and eight times as long for 512 ranks
 MAX_SLICES = 12  # of a mask that are listed
-AXIS_WIDTH = 36  # characters of the time axis: the table fits 80 columns
+AXIS_WIDTH = 32  # characters of the time axis: the table fits 80 columns
 MARKS = {(False, False): " ", (True, False): "#", (False, True): "-", (True, True): "+"}
 
 

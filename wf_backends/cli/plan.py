@@ -82,6 +82,7 @@ def plan(
     if show_all and top is not None:
         raise ValueError(f"--all contradicts --top {top}: leave one of them out")
     cluster, added = load_extended(topology, ranks)
+    o.check_range(0, MAX_RANKS, ranks=cluster.size)
     asked = Request(
         cluster,
         model.workload(),

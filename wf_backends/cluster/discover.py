@@ -98,14 +98,14 @@ def job_hosts(comm: Communicator, host: str | None = None) -> list[str]:
 
 
 def job_topology(comm: Communicator, source: str, device: torch.device, folder: Path) -> Topology:
-    """The topology that `source` names, or a measured one if it is empty. Collective.
+    """The topology that `source` names, or a measured one: "measure" or empty. Collective.
 
     Raises:
         ValueError: on every rank, if the topology contradicts the job. A preset gets as many ranks
             as the job has; a file must have as many.
     """
     hosts = job_hosts(comm)
-    if not source:
+    if source in ("", MEASURE):
         return measured_topology(comm, hosts, device, folder)[0]
     topology = load_extended(source, comm.size)[0] if source in PRESETS else load(source)
     return check_job(topology, hosts)

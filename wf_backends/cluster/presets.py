@@ -69,9 +69,12 @@ def load(source: str, size: int | None = None) -> Topology:
         return one_host(size) if preset.hosts == 1 else preset.with_ranks(size)
     path = Path(source)
     if path.suffix not in SUFFIXES or not _is_file(path):
+        hint = nearest(source, PRESETS)
+        if source == MEASURE:
+            hint = ", which takes a job: mpirun -n 8 wallfacer bench-links --out topology.json"
         raise ValueError(
             f"topology must be one of {list(PRESETS)}, or a {' or '.join(SUFFIXES)} file that "
-            f"exists; got {source!r}{nearest(source, PRESETS)}"
+            f"exists; got {source!r}{hint}"
         )
     try:
         topology = from_dict(_read(path))
