@@ -169,6 +169,9 @@ def _read_config(config: str) -> dict[str, Any]:
             f'{config} must have "wallfacer", and no key but {KEYS}, got {list(settings)}'
         )
     parallelism = settings.get("parallelism", "fsdp")
+    accumulation = settings.get("accumulation", 1)
+    if not isinstance(accumulation, int) or accumulation < 1:
+        raise ValueError(f'"accumulation" must be a positive integer, got {accumulation!r}')
     if parallelism not in PARALLELISMS:
         raise ValueError(f'"parallelism" must be one of {list(PARALLELISMS)}, got {parallelism!r}')
     return settings

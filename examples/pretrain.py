@@ -2,8 +2,7 @@
 
     mpirun -n 4 python examples/pretrain.py --deepspeed_config configs/deepspeed/zero0_ring.json
     torchrun --nproc-per-node 4 examples/pretrain.py --steps 60 --seq-len 8192 --data 'books/*.txt'
-    torchrun --nproc-per-node 4 examples/pretrain.py --engine torch \\
-        --config configs/torch/fsdp_concentric.json
+    torchrun --nproc-per-node 4 examples/pretrain.py --engine torch
 
 Writes the loss curve as PNG and CSV under --out, and checkpoints there with --save-every. Under
 `torchrun --max-restarts 2` the job resumes from the last checkpoint after a rank has failed.
@@ -30,6 +29,11 @@ from wf_backends import launch
 from wf_backends.launch import Launch
 
 HELD_OUT_BATCHES = 4
+CONFIGS = {  # if --config is not given
+    "deepspeed": "configs/deepspeed/zero2_concentric.json",
+    "colossalai": "configs/colossalai/zero2_concentric.json",
+    "torch": "configs/torch/fsdp_concentric.json",
+}
 
 
 def main() -> None:
@@ -81,10 +85,9 @@ def train(
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    config = "configs/deepspeed/zero2_concentric.json"
     add = parser.add_argument
-    add("--engine", default="deepspeed", choices=["deepspeed", "colossalai", "torch"])
-    add("--deepspeed_config", "--config", default=config)
+    add("--engine", default="deepspeed", choices=[*CONFIGS])
+    add("--deepspeed_config", "--config", help="default: concentric rings of 4 ranks")
     add("--data", nargs="*", default=[], help="files or globs; default: Python's own sources")
     add("--steps", type=int, default=60, help="optimizer steps, counted from the first run")
     add("--seq-len", type=int, default=4096, help="tokens of a sequence")
@@ -100,6 +103,9 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--steps must be at least 1, got {args.steps}")
     if args.seq_len < 1:
         parser.error(f"--seq-len must be at least 1, got {args.seq_len}")
+    if args.save_every < 0:
+        parser.error(f"--save-every must be at least 0, got {args.save_every}")
+    args.deepspeed_config = args.deepspeed_config or CONFIGS[args.engine]
     return args
 
 

@@ -32,11 +32,8 @@ def main() -> None:
     args = parse()
     config = json.loads(args.config.read_text())
     text = args.data.read_bytes()
-    job = launch.init(timeout=args.timeout)
-    try:
-        train(make_comm(), config, text, args.steps)
-    finally:
-        job.close()
+    launch.init(timeout=args.timeout)
+    train(make_comm(), config, text, args.steps)
 
 
 def parse() -> argparse.Namespace:

@@ -31,11 +31,8 @@ def main() -> None:
     """Join the ranks, train, print the loss and the bytes sent."""
     args = parse()
     config = json.loads(args.config.read_text())
-    job = launch.init(timeout=args.timeout)
-    try:
-        train(make_comm(), config, args.steps, args.video_dir)
-    finally:
-        job.close()
+    launch.init(timeout=args.timeout)
+    train(make_comm(), config, args.steps, args.video_dir)
 
 
 def parse() -> argparse.Namespace:
