@@ -10,7 +10,7 @@ import binascii
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import repr as short
@@ -287,3 +287,14 @@ def check_batch(config: Mapping[str, Any], replicas: int) -> None:
             f"(world size / sequence_parallel_size){factors}; right would be a multiple of "
             f"{expected}"
         )
+
+
+def with_batch_size(block: Block, config: Mapping[str, Any], replicas: int) -> Block:
+    """The block, whose "autochunk" plans for the micro batch of a `check_batch`-ed configuration,
+    unless it names a "batch_size" itself."""
+    budget = block.model.autochunk
+    if budget is None or budget.batch_size is not None:
+        return block
+    train, micro, steps = (config.get(key, 1) for key in BATCH_KEYS)
+    micro = micro if BATCH_KEYS[1] in config else train // (steps * replicas)
+    return replace(block, model=replace(block.model, autochunk=replace(budget, batch_size=micro)))

@@ -27,6 +27,7 @@ from wf_deepspeed.config import (
     load_config,
     read_block,
     refuse_conflicts,
+    with_batch_size,
 )
 from wf_deepspeed.handle import WallFacer
 from wf_deepspeed.mpu import Groups, NeutralMpu
@@ -74,7 +75,9 @@ def initialize_with(
     _refuse_arguments(call.arguments)
     timeout = block.sequence_parallel.timeout
     start(call.arguments, timeout)
-    check_batch(config, data_parallel_size(block, dist.get_world_size()))
+    replicas = data_parallel_size(block, dist.get_world_size())
+    check_batch(config, replicas)
+    block = with_batch_size(block, config, replicas)
     groups = Groups.build(block.sequence_parallel.sequence_parallel_size, timeout)
     sp = SequenceParallel(block.sequence_parallel, group=groups.sequence)
     model = call.arguments["model"]

@@ -139,6 +139,6 @@ def _dispatch(model: nn.Module, block: Any, device: Any) -> Handle:
 def _chunk(model: nn.Module, budget: TrainingBudget, batch: int, seqlen: int) -> nn.Module:
     """Return the model under AutoChunk, planned for prompts of (batch, seqlen) tokens."""
     device = next(model.parameters()).device
-    ids = torch.zeros(batch, seqlen, dtype=torch.int64, device=device)
+    ids = torch.zeros(budget.batch_size or batch, seqlen, dtype=torch.int64, device=device)
     inputs = {"input_ids": ids}  # use_cache has the model's default, as in generate
     return autochunk(model.eval(), (), inputs, budget.max_memory, budget.max_slowdown)

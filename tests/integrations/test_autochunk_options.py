@@ -84,6 +84,14 @@ class TestPlanTiles:
         with pytest.raises(NotImplementedError, match="outside deepspeed.zero.Init"):
             plan_tiles(model, TrainingBudget(seqlen=64), 1)
 
+    def test_plan_is_for_all_samples_of_a_micro_batch(self) -> None:
+        one, four = (
+            plan_tiles(tiny_llama(1), TrainingBudget(seqlen=256, batch_size=batch_size), 1)
+            for batch_size in (None, 4)
+        )
+        assert one and four
+        assert four.peak_before == pytest.approx(4 * one.peak_before, rel=0.1)
+
     def test_checkpoints_of_the_block_count_in_the_plan(self) -> None:
         model, budget = tiny_llama(4), TrainingBudget(seqlen=256)
         attributes = [dict(vars(module)) for module in model.modules()]

@@ -183,6 +183,21 @@ def test_inconsistent_batch_sizes_are_refused(sizes: tuple, message: str) -> Non
         blocks.check_batch(batch_config(*sizes), replicas=2)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "autochunk", "expected"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4}, {}, 4),
+        ({"train_batch_size": 12, "gradient_accumulation_steps": 3}, {}, 2),
+        ({"train_micro_batch_size_per_gpu": 4}, {"batch_size": 1}, 1),
+    ],
+)
+def test_autochunk_plans_for_the_micro_batch_of_the_config(
+    sizes: dict, autochunk: dict, expected: int
+) -> None:
+    block = blocks.with_batch_size(ring_block(autochunk=autochunk), sizes, 2)
+    assert block.model.autochunk is not None and block.model.autochunk.batch_size == expected
+
+
 def test_a_config_may_be_a_dict_a_file_or_base64(tmp_path) -> None:
     config = {"train_batch_size": 2, "wallfacer": RING}
     path = tmp_path / "ds.json"

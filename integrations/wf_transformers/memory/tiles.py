@@ -1,9 +1,9 @@
 """The option "autochunk": training under a memory budget, see `wf_backends.autochunk.tiling`.
 
-    "autochunk": {"max_memory": "8GB", "max_slowdown": 0.1, "seqlen": 65536}
+    "autochunk": {"max_memory": "8GB", "max_slowdown": 0.1, "seqlen": 65536, "batch_size": 1}
 
-The plan is made on the unchanged model, for a rank's share of one sample of "seqlen" tokens. Its
-modules are tiled after the model is attached and before an engine wraps it.
+The plan is made on the unchanged model, for a rank's share of "batch_size" samples of "seqlen"
+tokens. Its modules are tiled after the model is attached and before an engine wraps it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class TrainingBudget:
     """The largest share of a step's operations that may be computed twice."""
     seqlen: int | None = None
     """Tokens of the longest whole sequence. None: the model's `max_position_embeddings`."""
+    batch_size: int | None = None
+    """Sequences of a micro-batch. None: as the engine's config says, or 1."""
 
     @classmethod
     def from_dict(cls, options: Any) -> TrainingBudget:
@@ -47,14 +49,15 @@ class TrainingBudget:
         """
         known = [field.name for field in fields(cls)]
         check_block(AUTOCHUNK, options, known, '{"max_memory": "8GB"}')
-        if options.get("seqlen") is not None:
-            positive(f'"{AUTOCHUNK}.seqlen"', options["seqlen"])
+        for key in ("seqlen", "batch_size"):
+            if options.get(key) is not None:
+                positive(f'"{AUTOCHUNK}.{key}"', options[key])
         memory, slowdown = (
             options.get("max_memory"),
             options.get("max_slowdown", cls().max_slowdown),
         )
         budget = checked_budget(memory, slowdown, f'"{AUTOCHUNK}.max_{{}}"')
-        return cls(budget.memory, budget.slowdown, options.get("seqlen"))
+        return cls(budget.memory, budget.slowdown, options.get("seqlen"), options.get("batch_size"))
 
     def longest(self, model: nn.Module) -> int:
         """Tokens of the longest sequence for `model`.
@@ -103,7 +106,8 @@ def plan_tiles(
             f'"{AUTOCHUNK}" plans on whole parameters: build the model outside deepspeed.zero.Init'
         )
     device = next(model.parameters()).device
-    ids = torch.zeros(1, -(-budget.longest(model) // ranks), dtype=torch.int64, device=device)
+    shape = budget.batch_size or 1, -(-budget.longest(model) // ranks)
+    ids = torch.zeros(shape, dtype=torch.int64, device=device)
     arguments: dict[str, Any] = {"input_ids": ids}
     arguments |= {"use_cache": False} if "use_cache" in parameter_names(model) else {}
     arguments |= {"labels": ids.clone()} if labelled and head_of(model) == "causal" else {}
