@@ -296,3 +296,13 @@ def test_parts_of_a_single_row_are_compared() -> None:
         handle.shard_batch(batch(2, 4))
 
     run_threads(4, rank)
+
+
+def test_a_classifier_with_as_many_classes_as_a_rank_has_tokens_is_compared() -> None:
+    """12 tokens of the drawn batch."""
+
+    def classifier() -> Any:
+        config = build("llama", "sdpa", {"num_labels": 12, "pad_token_id": 0}).config
+        return tf.LlamaForSequenceClassification(config)
+
+    assert verify_on_ranks(classifier, whole_batches=True)[0] is not None

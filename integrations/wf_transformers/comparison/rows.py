@@ -28,12 +28,17 @@ class Rows:
         sp: the ranks that share the batch.
         batch: the whole batch, with (b, S) tokens or inputs that the model cuts itself.
         uneven: whether shards are uneven, without padding.
+        whole_outputs: whether the model's outputs are those of the whole batch on every rank.
     """
 
     def __init__(
-        self, sp: SequenceParallel, batch: Mapping[str, Any], uneven: bool = False
+        self,
+        sp: SequenceParallel,
+        batch: Mapping[str, Any],
+        uneven: bool = False,
+        whole_outputs: bool = False,
     ) -> None:
-        self._sp, self._uneven = sp, uneven
+        self._sp, self._uneven, self._whole_outputs = sp, uneven, whole_outputs
         self.shape: tuple[int, ...] = ()
         """(b, S); () without tokens."""
         tokens = tokens_of(batch)
@@ -109,7 +114,8 @@ class Rows:
 
         Over all ranks every element counts once: one that all ranks have counts 1 / ranks on each.
         """
-        if whole or not self.shape or x.shape[:2] != (self.shape[0], len(self._positions)):
+        is_whole = whole or self._whole_outputs or not self.shape
+        if is_whole or x.shape[:2] != (self.shape[0], len(self._positions)):
             return _cosine_weights(x) * self._valid_of(x) / (1 if whole else self._sp.size)
         valid = self._valid[:, self._positions].view(*x.shape[:2], *[1] * (x.dim() - 2))
         return _cosine_weights(x, self._positions) * valid

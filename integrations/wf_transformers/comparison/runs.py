@@ -30,6 +30,7 @@ from wf_transformers.comparison.rows import Rows
 from wf_transformers.families.stacks import is_cut_inside
 from wf_transformers.handle import OPERATIONS, Handle
 from wf_transformers.replace import set_until
+from wf_transformers.whole_batches.heads import head_is_over_all_rows
 
 SMALL_GRADIENT = 0.1  # of the largest gradient: key biases only have gradients of rounding errors
 MAX_KEPT_BYTES = 1 << 28  # of a part's module outputs; those of later modules are not compared
@@ -72,7 +73,8 @@ class Comparison:
         self.whole_batches = whole_batches or uneven
         self.errors: list[tuple[str, float, float]] = []
         self.cut = self.uses_dropout = False
-        self._rows = Rows(sp, batch, uneven=uneven)
+        whole_outputs = self.whole_batches and head_is_over_all_rows(model)
+        self._rows = Rows(sp, batch, uneven, whole_outputs)
         self._part_outputs: dict[str, list[Named]] = {}
         self._kept_bytes = 0
         self._min_tolerance = 0.0
