@@ -78,12 +78,12 @@ def init_inference(
     """
     loaded = load_config({} if config is None else config)
     deepspeed_config = {key: value for key, value in loaded.items() if key != KEY} | options
-    if KEY not in loaded:
-        if device is not None:
-            raise ValueError(f'device={device!r} is for "{KEY}.{HETEGEN}", which is not given')
-        return deepspeed.init_inference(model, deepspeed_config)
-    block = loaded[KEY]
+    block = loaded.get(KEY, {})
     _check_block(block)
+    if device is not None and HETEGEN not in block:
+        raise ValueError(f'device={device!r} is for "{KEY}.{HETEGEN}", which is not given')
+    if KEY not in loaded:
+        return deepspeed.init_inference(model, deepspeed_config)
     budget = ModelOptions.split(block)[1].autochunk
     if HETEGEN not in block:
         engine = deepspeed.init_inference(model, deepspeed_config)

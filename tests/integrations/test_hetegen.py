@@ -52,6 +52,7 @@ def test_init_inference_splits_the_model_and_destroy_restores_it(form: str, tmp_
     ("config", "message"),
     [
         ({}, 'device=.* is for "wallfacer.hetegen", which is not given'),
+        ({"wallfacer": {"autochunk": {"max_memory": "1MB"}}}, "device=.*, which is not given"),
         ({"wallfacer": {"hetegen": True}}, '"wallfacer.hetegen" must be a block'),
         ({"wallfacer": True}, '"wallfacer" must be a block'),
         ({"wallfacer": {"hetegen": {"max_memori": {}}}}, "did you mean 'max_memory'"),
