@@ -51,6 +51,19 @@ def test_an_encoder_is_a_prefill_pass_and_every_step_of_its_decoder_a_decode_pas
             assert report["decode"]["passes"] == 6 * num_generated
 
 
+def test_a_model_that_calls_its_first_linear_again_and_again_is_one_pass() -> None:
+    """As Albert, whose layers are one module."""
+    layer, x = nn.Linear(64, 64), torch.randn(1, 64)
+    model = nn.Sequential(layer, layer, nn.Linear(64, 64), layer)
+    with torch.no_grad(), dispatch_model(model, {0: 20_000}, fast_device()) as handle:
+        for passes in (1, 2):
+            model(x)
+            assert handle.report()["decode"]["passes"] == passes
+        for passes in (3, 4):  # no module's call tells where these begin
+            layer(x)
+            assert handle.report()["decode"]["passes"] == passes
+
+
 def test_a_call_that_fails_before_its_first_linear_is_no_pass() -> None:
     model, x = MLP(), torch.randn(1, 64)
 

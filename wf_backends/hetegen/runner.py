@@ -137,14 +137,21 @@ class Runner(Uncopyable):
         flat, flat_out = x.detach().reshape(-1, x.shape[-1]), out.view(-1, rows)
         phase = self._plan.request.phase(len(flat))
         with self._stopping_on_errors():
+            begins_pass = self._begins_pass(index)
             jobs = self._maker.make_jobs(index, phase)
             start = self._device.now()
             events = [self._submit(job, flat, flat_out[:, job.start : job.stop]) for job in jobs]
             self.record.add_jobs(jobs, phase)
             computed = [e for e, job in zip(events, jobs, strict=True) if job.lane != "link"]
             end = self._device.wait(computed)
-            self.record.add_call(phase, index == self._maker.first_linear, start, end)
+            self.record.add_call(phase, begins_pass, start, end)
         return out if bias is None else out.add_(bias)
+
+    def _begins_pass(self, index: int) -> bool:
+        """Whether a call of linear `index` is the first of a module's call; outside of any module's
+        call (AutoChunk's graphs), whether the last pass began with this linear."""
+        first = self._maker.first_linear
+        return first is None or (first == index and current_thread() not in self._outermost)
 
     def _submit(self, job: Job, x: Tensor, out: Tensor) -> Event:
         """Submit a job to its lane, with x (n, columns) and out (n, rows of the job)."""
