@@ -107,6 +107,17 @@ def test_tokens_and_logits_of_a_transformer_are_those_of_the_gpu_alone(
     assert all(report["lanes"][lane]["bytes"] > 0 for lane in ("link", "host", "accelerator"))
 
 
+def test_tokens_with_a_static_cache_are_those_with_a_cache_that_grows() -> None:
+    """With a static cache on a GPU transformers compiles a model that is not split."""
+    model, ids = make_model("llama"), make_ids(1).to(GPU)
+    expected = generate(model, ids.cpu(), NUM_TOKENS)
+    with dispatch_model(model, max_memory(model, 0.5), Accelerator(RATES)):
+        tokens = model.generate(  # type: ignore[operator]
+            ids, max_new_tokens=NUM_TOKENS, cache_implementation="static", do_sample=False
+        )
+    assert torch.equal(tokens.cpu(), expected)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_bfloat16_logits_err_as_those_of_the_gpu_alone(name: str) -> None:
     model, ids = make_model(name), make_ids(3).to(GPU)
