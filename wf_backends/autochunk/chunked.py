@@ -62,7 +62,8 @@ def autochunk(
 
     Raises:
         ValueError: for a budget that nothing fits (with the closest plan), an invalid size, a
-            model that cannot be captured (with the reason), or a plan of another model.
+            model that cannot be captured (with the reason), a plan of another model, or a model in
+            training that is tiled already.
     """
     of_type("model", model, nn.Module, "a torch.nn.Module")
     of_type("args", args, tuple, "a tuple of the call's positional arguments, such as (x,)")
@@ -70,6 +71,8 @@ def autochunk(
     of_type("plan", plan, ChunkPlan | TrainingPlan | None, "a plan: ChunkPlan.from_json(text)")
     budget = checked_budget(max_memory, max_slowdown)
     if model.training:
+        if isinstance(vars(model).get("plan"), TrainingPlan):
+            raise ValueError("model is tiled by an earlier call: call model.remove() first")
         training = plan or plan_training(model, args, kwargs, budget.memory, budget.slowdown)
         return cast(ChunkedModel, tile_training(model, training))
     if isinstance(plan, TrainingPlan):

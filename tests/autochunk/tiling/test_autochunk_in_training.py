@@ -5,6 +5,9 @@ It gives the model `plan`, `explain` and `remove`; a plan is for training or for
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -39,6 +42,29 @@ def test_model_is_tiled_in_place(model: Decoder) -> None:
 def test_remove_restores_the_model(model: Decoder, plan: TrainingPlan) -> None:
     model.remove()
     assert tiled_modules(model) == [] and not hasattr(model, "plan")
+
+
+def test_removing_the_tiles_of_a_copy_leaves_the_model_tiled(
+    model: Decoder, plan: TrainingPlan
+) -> None:
+    copied = copy.deepcopy(model)
+    copied.remove()
+    assert tiled_modules(copied) == [] and tiled_modules(model) == ["head"]
+    assert not copied._forward_hooks and model._forward_hooks
+    batch = make_batch()
+    torch.testing.assert_close(copied(**batch)["loss"], model(**batch)["loss"])
+
+
+def test_tiled_model_can_be_pickled(model: Decoder, plan: TrainingPlan) -> None:
+    batch, loaded = make_batch(), pickle.loads(pickle.dumps(model))
+    assert torch.equal(loaded(**batch)["loss"], model(**batch)["loss"])
+    loaded.remove()
+    torch.testing.assert_close(loaded(**batch)["loss"], model(**batch)["loss"])
+
+
+def test_tiled_model_is_refused(model: Decoder, plan: TrainingPlan) -> None:
+    with pytest.raises(ValueError, match=r"tiled by an earlier call: call model.remove\(\) first"):
+        autochunk(model, kwargs=make_batch(), max_memory=0.9)
 
 
 def test_plan_can_be_passed_again(model: Decoder, plan: TrainingPlan) -> None:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
 
 
-class Handle(ExitStack):
+class Handle:
     """The tiling of one model. `remove()`, or the end of a `with` block, undoes it.
+
+    A deep copy of the model has a deep copy of the handle, which undoes the copy's tiles.
 
     Attributes:
         tiles: the `Tiles` that run, with the counts that the ranks agreed on.
     """
 
-    tiles: tuple[Any, ...] = ()
+    def __init__(self) -> None:
+        self.tiles: tuple[Any, ...] = ()
+        self._undo: list[Callable[[], Any]] = []
+
+    def callback(self, function: Callable[..., Any], *args: Any) -> None:
+        """Have `remove` call function(*args)."""
+        self._undo.append(partial(function, *args))
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set owner.name = value on this instance, until `remove()`."""
@@ -27,4 +36,11 @@ class Handle(ExitStack):
 
     def remove(self) -> None:
         """Undo everything, the last change first. A second call does nothing."""
-        self.close()
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()

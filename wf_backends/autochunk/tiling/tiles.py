@@ -66,14 +66,17 @@ def install(model: nn.Module, tiles: Sequence[Tiles]) -> Handle:
             raise ValueError(f"module {spec.module!r} is none of this {type(model).__name__}")
         if spec.dim < 0:
             raise ValueError(f"dim must be counted from the first, 0 or more, got {spec.dim}")
-    with Handle() as undo:  # an error undoes the modules that are tiled so far
+    handle = Handle()
+    try:
         for spec in tiles:
             module = modules[spec.module]
             if spec.loss:
-                tile_loss(modules[spec.module.rpartition(".")[0]], module, spec.tiles, undo)
+                tile_loss(modules[spec.module.rpartition(".")[0]], module, spec.tiles, handle)
             elif spec.tiles > 1:
-                undo.set(module, "forward", TiledCall(Original(module), spec.dim, spec.tiles))
-        handle = undo.pop_all()
+                handle.set(module, "forward", TiledCall(Original(module), spec.dim, spec.tiles))
+    except BaseException:
+        handle.remove()
+        raise
     handle.tiles = tuple(tiles)
     return handle
 
