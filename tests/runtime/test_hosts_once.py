@@ -13,7 +13,7 @@ from tests.helpers import run_threads
 from tests.slices import SEQLEN, SLICES
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.cluster.topology import KernelRate, Link, Topology
-from wf_backends.comm import View
+from wf_backends.comm.protocol import View
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import request_of
 from wf_backends.planner.plan import Choice

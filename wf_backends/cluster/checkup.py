@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from wf_backends import launch
-from wf_backends.comm import Communicator, load_mpi, run_threads
+from wf_backends.comm import Communicator, run_threads
 from wf_backends.kernels import KERNELS, Kernel, KernelSpec, ReferenceKernel, Scores
 from wf_backends.schedule import CAUSAL
 
@@ -119,7 +119,7 @@ def _gloo() -> str:
 
 
 def _mpi() -> str:
-    mpi = load_mpi()
+    mpi = launch.load_mpi()
     return f"{mpi.Get_library_version().split(',')[0].strip()}, {mpi.COMM_WORLD.size} ranks here"
 
 

@@ -15,7 +15,7 @@ from wf_backends.comm.exchanges import (
     sum_over_ranks,
 )
 from wf_backends.comm.faults import LOG_FOLDER, Board, Note, fault_report, in_time, job_board
-from wf_backends.comm.mpi import MpiComm, load_mpi
+from wf_backends.comm.mpi import MpiComm
 from wf_backends.comm.process_group import GroupComm, as_timeout, own_group, timeout_of
 from wf_backends.comm.protocol import (
     DEFAULT_TIMEOUT_S,
@@ -25,7 +25,6 @@ from wf_backends.comm.protocol import (
     Pass,
     Pending,
     Shared,
-    View,
 )
 from wf_backends.comm.threads import ThreadComm, World, run_threads
 
@@ -43,7 +42,6 @@ __all__ = [
     "Pending",
     "Shared",
     "ThreadComm",
-    "View",
     "World",
     "all_to_all",
     "as_timeout",
@@ -53,7 +51,6 @@ __all__ = [
     "fault_report",
     "in_time",
     "job_board",
-    "load_mpi",
     "make_comm",
     "own_group",
     "run_threads",

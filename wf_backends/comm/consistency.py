@@ -171,9 +171,6 @@ class ConsistencyCheck(Shared):
 
         Args:
             calls, layers: fingerprints of the `names` and the `layer` of the call, by rank.
-
-        Raises:
-            ValueError: naming the ranks, and what they call.
         """
         if refusing := [rank for rank, call in enumerate(calls) if call == REFUSED]:
             raise ValueError(
@@ -190,11 +187,7 @@ class ConsistencyCheck(Shared):
     def _refuse_differing(
         self, columns: Mapping[str, tuple[int, ...]], objects: Mapping[str, object]
     ) -> None:
-        """Raise if the values of a name, by rank in `columns`, differ; `objects` as in `check`.
-
-        Raises:
-            ValueError: naming what differs and the values.
-        """
+        """Raise if the values of a name, by rank in `columns`, differ; `objects` as in `check`."""
         differing = {name: values for name, values in columns.items() if len({*values}) > 1}
         if not differing:
             return

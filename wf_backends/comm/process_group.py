@@ -79,8 +79,7 @@ class GroupComm(ProcessComm):
         self.on_host = "cpu" in self._backends
         if self._backends.get("cuda") == "nccl":
             # NCCL connects in the first operation, in which every rank must take part.
-            device = self.group.bound_device_id
-            device = device or torch.device("cuda", torch.cuda.current_device())
+            device = self.group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
             dist.all_reduce(torch.zeros(1, device=device), group=self.group)
 
     def watch(self) -> None:
@@ -90,7 +89,7 @@ class GroupComm(ProcessComm):
 
     def break_off(self, verdict: str) -> None:
         """End the running wait: a receive that times out makes gloo close all connections."""
-        self.verdict = verdict
+        super().break_off(verdict)
         peer = (self.rank + 1) % self.size
         with suppress(RuntimeError):
             self.group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))

