@@ -74,7 +74,7 @@ def fail_and_join() -> None:
 
 def report_the_error() -> None:
     try:
-        init(timeout=1)
+        init(timeout=TIMEOUT_S)
     except ValueError as error:
         report({"error": str(error)})
 
