@@ -32,9 +32,7 @@ EXACT_UP_TO = 16  # ranks; on more, counting every message of every plan takes l
 @o.describes_model(heads=8, head_dim=64, seqlen=8192, dtype="float32")
 def bench(
     model: o.Model,
-    topology: Annotated[
-        str, Option(help="A preset or a file; empty or measure: this job is measured.")
-    ] = "",
+    topology: Annotated[str, Option(help="A preset, a file, or measure; empty = measure.")] = "",
     cache_dir: o.CacheDir = None,
     top: Annotated[int, Option(help="How many plans to run.")] = 5,
     repeats: Annotated[int, Option(help="Runs of each plan; the median counts.")] = 5,
