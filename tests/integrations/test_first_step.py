@@ -7,12 +7,14 @@ the model must train, or be refused by the safeguard. Real Trainers: test_first_
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -271,6 +273,26 @@ def test_a_model_whose_arguments_cannot_be_drawn_is_compared_on_its_first_batch(
 
     with outcome:
         run_threads(2, rank)
+
+
+def test_a_model_that_draws_from_numpy_is_compared_with_equal_draws(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Whisper's SpecAugment does; the comparison leaves the random state as it was."""
+    own = threading.local()  # each rank is a process elsewhere
+    for name in ("rand", "get_state", "set_state"):
+        monkeypatch.setattr(np.random, name, lambda *x, name=name: getattr(own.state, name)(*x))
+
+    def rank(comm: Any) -> float:
+        own.state = np.random.RandomState(5)
+        sp, model = sequence_parallel(comm), build("llama", "sdpa", {}).float()
+        embedding = model.get_input_embeddings()
+        embedding.register_forward_hook(lambda _, __, rows: rows * np.random.rand())
+        handle, _ = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
+        handle.shard_batch(batch(2, 24))
+        return np.random.rand()
+
+    assert run_threads(2, rank) == [np.random.RandomState(5).rand()] * 2
 
 
 @pytest.mark.parametrize("seqlens", [(1, 4), (2, 24)])

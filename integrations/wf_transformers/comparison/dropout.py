@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -59,6 +62,16 @@ def _is_dropout(name: str) -> bool:
 def _uniform_limits(low: float = 0.0, high: float = 1.0, **kwargs: Any) -> tuple[float, float]:
     """The limits of `Tensor.uniform_`, whose keywords are `from` and `to`."""
     return kwargs.get("from", low), kwargs.get("to", high)
+
+
+@contextmanager
+def restored_numpy() -> Iterator[None]:
+    """Restore NumPy's random state afterwards: SpecAugment of Whisper draws from it."""
+    state = np.random.get_state()
+    try:
+        yield
+    finally:
+        np.random.set_state(state)
 
 
 class DropoutRecorder(TorchFunctionMode):

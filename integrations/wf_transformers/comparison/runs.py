@@ -24,7 +24,7 @@ from wf_backends.parallel import IGNORE_INDEX
 from wf_backends.schedule import LAYOUTS
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
-from wf_transformers.comparison.dropout import DropoutRecorder
+from wf_transformers.comparison.dropout import DropoutRecorder, restored_numpy
 from wf_transformers.comparison.gradients import gradients_of, is_partitioned, summary
 from wf_transformers.comparison.rows import Rows
 from wf_transformers.families.stacks import is_cut_inside
@@ -158,6 +158,7 @@ class Comparison:
         """(outputs, gradients of a loss in which every element of the outputs counts once)."""
         gradients: Named = {}
         with ExitStack() as stack:
+            stack.enter_context(restored_numpy())
             stack.enter_context(torch.set_grad_enabled(self._backward))
             if self._gather is not None:
                 stack.enter_context(_gathered_parameters(self.model, self._gather))
