@@ -100,7 +100,7 @@ def test_bench_links_measures_once_and_then_reads_the_cache(wallfacer, tmp_path:
         (["plan", "--dtype", "bfloat"], "--dtype must be one of"),
         (["plan", "--layout", "zigzak"], "did you mean 'zigzag'?"),
         (["plan", "--layout", "document_zigzag"], "document_zigzag needs --documents"),
-        (["explain", "ring", "--layout", "document_zigzag"], "which `wallfacer plan` takes"),
+        (["explain", "ring", "--layout", "document_zigzag"], "(of `wallfacer plan`)"),
         (["plan", "--documents", "40000"], "--documents must be 1 to 32768, a quarter of --seqlen"),
         (["plan", "--documents", "-1"], "--documents must be 1 to 32768"),
         (["plan", "--kernel", "sdpa"], "has rates for ['flash'], got kernel 'sdpa'"),

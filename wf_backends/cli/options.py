@@ -111,7 +111,7 @@ class Model:
         one_of("layout", self.layout, tuple(LAYOUTS))
         layout = LAYOUTS[self.layout]
         if layout.needs_documents and not self.documents:
-            raise ValueError(f"--layout {self.layout} needs --documents, of `wallfacer plan`")
+            raise ValueError(f"--layout {self.layout} needs --documents (of `wallfacer plan`)")
         if layout.needs_slices and self.mask is None:
             raise ValueError(f"--layout {self.layout} needs --mask, a file with the mask's slices")
 
