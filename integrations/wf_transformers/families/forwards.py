@@ -90,11 +90,9 @@ def method_attn(
     attention_mask: Tensor | None = None,
     head_mask: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """`_attn` of GPT-J, GPT-Neo and CodeGen: (b, h, s, d) in and out.
-
-    In a model of 16 bits the rotary tables of GPT-J and CodeGen, and so q and k, are float32.
-    """
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    """`_attn` of GPT-J, GPT-Neo and CodeGen: (b, h, s, d) in and out."""
+    dtype = value.dtype  # that of the weights: float32 rotary tables make q and k float32
+    query, key = query.to(dtype), key.to(dtype)
     dropout = self.attn_dropout.p if self.training else 0.0
     scale = 1 / float(getattr(self, "scale_attn", 1.0))
     options = {"sliding_window": self.wallfacer_row.window(self), "head_mask": head_mask}
