@@ -7,6 +7,7 @@ float64.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     stay_in_float64,
 )
 from wf_backends.comm import World  # noqa: E402
-from wf_transformers import WholeBatchHooks  # noqa: E402
+from wf_transformers import ModelOptions, WholeBatchHooks  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +118,24 @@ def test_whole_batches_are_exact(family: str, size: int) -> None:
         return run_whole_batch(model, inputs)
 
     assert_means_are(expected, run_threads(size, rank))
+
+
+@pytest.mark.parametrize(("layout", "count"), [("zigzag", 3), ("contiguous", 1)])
+@pytest.mark.parametrize("family", MODELS)
+def test_images_of_a_rank_are_not_compared_as_if_they_were_rows_of_its_tokens(
+    family: str, layout: str, count: int
+) -> None:
+    """On the first batch, when they are as many as a rank would have of that many tokens."""
+    inputs = llava_batch((1, count)) if family == "llava" else qwen_batch((1, 2), video=True)
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm, layout), build(family)
+        attach = partial(wf_transformers.attach_model, model, sp)
+        handle, _ = wf_transformers.attach_by(ModelOptions(verify="strict"), model, sp, attach)
+        WholeBatchHooks(model, handle)
+        model(**inputs)
+
+    run_threads(2, rank)
 
 
 def test_a_rank_encodes_only_the_images_that_it_has_tokens_of() -> None:

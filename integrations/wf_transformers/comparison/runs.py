@@ -27,6 +27,7 @@ from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
 from wf_transformers.comparison.dropout import DropoutRecorder, restored_numpy
 from wf_transformers.comparison.gradients import gradients_of, is_partitioned, summary
 from wf_transformers.comparison.rows import Rows
+from wf_transformers.families.media import media_modules
 from wf_transformers.families.stacks import is_cut_inside
 from wf_transformers.handle import OPERATIONS, Handle
 from wf_transformers.replace import set_until
@@ -75,6 +76,8 @@ class Comparison:
         self.cut = self.uses_dropout = False
         whole_outputs = self.whole_batches and head_is_over_all_rows(model)
         self._rows = Rows(sp, batch, uneven, whole_outputs)
+        self._other_rows = {"experts", *media_modules(model)}
+        """Modules whose rows on the part are not those of the part's tokens."""
         self._part_outputs: dict[str, list[Named]] = {}
         self._kept_bytes = 0
         self._min_tolerance = 0.0
@@ -181,8 +184,8 @@ class Comparison:
 
     def _keep_output(self, name: str, output: Any) -> None:
         """Keep what a module returned on the part, for `_compare_output`."""
-        is_expert = "experts" in name.split(".")  # its rows are other tokens than on the whole
-        is_kept = self._kept_bytes < MAX_KEPT_BYTES and not is_expert
+        has_other_rows = not self._other_rows.isdisjoint(name.split("."))
+        is_kept = self._kept_bytes < MAX_KEPT_BYTES and not has_other_rows
         outputs = self._tensors(output, whole=False) if is_kept else {}
         self._kept_bytes += sum(x.nbytes for x in outputs.values())
         tolerances = (NARROW_TOLERANCES.get(x.dtype, 0.0) for x in outputs.values())

@@ -26,7 +26,7 @@ from wf_transformers.attention.documents import MASK_ARGUMENTS
 from wf_transformers.attention.function import Attention
 from wf_transformers.calls import by_name, parameter_names, refuse_call
 from wf_transformers.handle import Handle
-from wf_transformers.models import row_of
+from wf_transformers.models import outermost, row_of
 
 FEATURE_ROWS = "media_rows"
 """Key of a local batch: for each modality, indices of the features of this rank's tokens."""
@@ -55,21 +55,22 @@ class Media:
     """How one class of models takes media."""
 
     modalities: tuple[Modality, ...]
-    encoder: str = ""
-    """For models without such methods: the module that encodes a modality to (n, width)."""
+    modules: tuple[str, ...]
+    """The modules that see media, and no tokens. The last one returns the features (n, width)."""
     rope: bool = False
     """Whether positions are (3, b, S), from the model's get_rope_index."""
 
 
 IMAGES = Modality("pixel_values", "image_token_id", "get_image_features", "image_grid_thw")
 VIDEOS = Modality("pixel_values_videos", "video_token_id", "get_video_features", "video_grid_thw")
-QWEN = Media((IMAGES, VIDEOS), "visual", rope=True)
+QWEN = Media((IMAGES, VIDEOS), ("visual",), rope=True)
 PICTURES = Modality("pixel_values", "image_token_index", "get_image_features")
+LLAVA = Media((PICTURES,), ("vision_tower", "multi_modal_projector"))
 TABLE: Mapping[str, Media] = MappingProxyType(
     {
         "Qwen2VLForConditionalGeneration": QWEN,
         "Qwen2_5_VLForConditionalGeneration": QWEN,
-        "LlavaForConditionalGeneration": Media((PICTURES,)),
+        "LlavaForConditionalGeneration": LLAVA,
     }
 )
 
@@ -77,6 +78,12 @@ TABLE: Mapping[str, Media] = MappingProxyType(
 def media_of(model: nn.Module) -> Media | None:
     """The table's row for a model, by its class or base class."""
     return row_of(TABLE, model)
+
+
+def media_modules(model: nn.Module) -> set[str]:
+    """The names of modules in `model` that see media, and no tokens."""
+    rows = map(media_of, outermost(model))
+    return {name for row in rows if row is not None for name in row.modules}
 
 
 def language_model(model: Any) -> PreTrainedModel:
@@ -239,7 +246,7 @@ def hook_media(model: nn.Module, handle: Handle) -> None:
     for method in methods:
         handle.set(inner, method, partial(selection.encode, getattr(inner, method)))
     if not methods:
-        handle.hooks(model.get_submodule(row.encoder).register_forward_hook(selection.leave))
+        handle.hooks(model.get_submodule(row.modules[-1]).register_forward_hook(selection.leave))
 
 
 class _FeatureSelection:
