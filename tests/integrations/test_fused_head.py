@@ -28,7 +28,13 @@ from tests.integrations.transformers_models import (  # noqa: E402
     gradients,
     sequence_parallel,
 )
-from wf_transformers import WholeBatchHooks, attach  # noqa: E402
+from wf_transformers import (  # noqa: E402
+    ModelOptions,
+    WholeBatchHooks,
+    attach,
+    attach_by,
+    attach_model,
+)
 from wf_transformers.whole_batches.arguments import with_cu_seqlens  # noqa: E402
 from wf_transformers.whole_batches.custom_loss import has_fused_head  # noqa: E402
 
@@ -155,6 +161,32 @@ def test_every_rank_has_the_values_of_all_tokens_and_gradients_are_those_of_one_
         assert (fields["log_probs"] - expected["log_probs"]).abs().max() < 1e-6
         assert fields["loss"].item() == pytest.approx(expected["loss"].item(), rel=1e-7)
     assert_mean_gradients([grads for _, grads in results], expected_grads)
+
+
+class Adapted(torch.nn.Module):
+    """A model around another one, as PEFT's."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, fused_lm_head: bool = False, shift_labels: Any = None, **inputs: Any) -> Any:
+        return self.model(fused_lm_head=fused_lm_head, shift_labels=shift_labels, **inputs)
+
+
+def test_a_fused_head_in_a_wrapper_passes_the_comparison_on_the_first_batch() -> None:
+    """The loss of the model inside is that of a rank's tokens."""
+    whole = batch(2, 24)
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), Adapted(with_fused_head(build("llama", "sdpa", {})))
+        handle, _ = attach_by(
+            ModelOptions(verify="strict"), model, sp, lambda: attach_model(model, sp)
+        )
+        WholeBatchHooks(model, handle)
+        model(**whole, fused_lm_head=True).loss.backward()
+
+    run_threads(2, rank)
 
 
 def test_a_fused_head_is_found_by_the_argument_of_the_forward() -> None:
