@@ -5,8 +5,10 @@ Without a job of several ranks; the trained results are compared in test_acceler
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ pytest.importorskip("transformers", reason="transformers is not installed", exc_
 
 import accelerate.accelerator  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
+from transformers import Trainer, TrainingArguments  # noqa: E402
 
 import wf_accelerate  # noqa: E402
 from tests.integrations.deepspeed_jobs import VOCABULARY, tiny_llama  # noqa: E402
@@ -116,3 +119,16 @@ def test_batches_that_rank_0_dispatches_are_refused() -> None:
     with wf_accelerate.counted_by_group(accelerator, lambda: 2):
         with pytest.raises(NotImplementedError, match="dispatch_batches=True"):
             accelerator.prepare(loader)
+
+
+def test_whole_logits_are_those_of_an_evaluation_without_predictions_too(tmp_path: Path) -> None:
+    """TRL 0.19's SFTTrainer reads them there, beside the labels."""
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = Trainer(tiny_llama(), arguments, eval_dataset=[])
+    inputs = batch(1, 12)
+    with (
+        wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1}, whole_logits=True),
+        patch.object(trainer, "compute_loss", return_value=(torch.zeros(()), {})) as compute_loss,
+    ):
+        trainer.prediction_step(trainer.model, inputs, prediction_loss_only=True)
+    assert "whole_logits" not in compute_loss.call_args.args[1]

@@ -85,7 +85,7 @@ class WholeBatchHooks:
                 f"{type(model).__name__} takes whole batches already, and would cut them twice: "
                 "call remove() of what connected it first"
             )
-        self.model, self.handle, self._always_whole = model, handle, whole_logits
+        self.model, self.handle, self.always_whole = model, handle, whole_logits
         self._media = next((inner for inner in outermost(model) if media_of(inner)), None)
         self._head: Head = head or ("causal" if self._media else head_of(model))
         self._names = argument_names(model)
@@ -157,7 +157,7 @@ class WholeBatchHooks:
 
     def _logits_mode(self, asked: bool | None, trains: bool, labelled: bool) -> tuple[bool, bool]:
         """Whether the output gets the logits of the whole batch; whether it hides local logits."""
-        whole = self._always_whole or not trains if asked is None else asked
+        whole = self.always_whole or not trains if asked is None else asked
         whole = whole or (self.whole_without_labels and not labelled)
         return whole, self.hides_local_logits and asked is None and not whole
 

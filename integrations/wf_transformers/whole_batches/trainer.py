@@ -19,7 +19,8 @@ from wf_transformers.whole_batches.hooks import GROUP_SIZE, WHOLE_LOGITS, WholeB
 def loss_only(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces the Trainer's `prediction_step`: does not gather logits that the Trainer drops."""
     call = inspect.signature(original).bind(*args, **kwargs)
-    if call.arguments["prediction_loss_only"] and _hooks_on(call.arguments["model"]):
+    hooks = _hooks_on(call.arguments["model"])
+    if call.arguments["prediction_loss_only"] and hooks is not None and not hooks.always_whole:
         call.arguments["inputs"] = {**call.arguments["inputs"], WHOLE_LOGITS: False}
     return original(*call.args, **call.kwargs)
 
