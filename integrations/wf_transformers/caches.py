@@ -1,7 +1,7 @@
-"""Registers the key-value caches of transformers 5 with pytree, so that models can be captured.
+"""Registers the key-value caches of transformers with pytree, so that models can be captured.
 
-transformers 4 registers its caches itself. The functions that transformers 5 offers for it drop the
-number of tokens that a layer with a sliding window has seen.
+transformers 4 registers its `DynamicCache` itself. The functions that transformers 5 offers for it
+drop the number of tokens that a layer with a sliding window has seen.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 """Cache layers of text models: keys and values of all tokens, or of a window."""
@@ -26,7 +26,7 @@ class _LayerSpec(NamedTuple):
 
 
 def register_caches() -> None:
-    """Register how pytree flattens a `DynamicCache`, unless it is registered.
+    """Register how pytree flattens a `DynamicCache` and an `EncoderDecoderCache`, unless they are.
 
     A layer of another class than LAYERS stays one leaf; models with it cannot be captured.
     """
@@ -36,6 +36,13 @@ def register_caches() -> None:
             _flatten_cache,
             _unflatten_cache,
             serialized_type_name="transformers.cache_utils.DynamicCache",
+        )
+    if EncoderDecoderCache not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(
+            EncoderDecoderCache,
+            _flatten_pair,
+            _unflatten_pair,
+            serialized_type_name="transformers.cache_utils.EncoderDecoderCache",
         )
 
 
@@ -70,3 +77,18 @@ def _rebuild_layer(spec: _LayerSpec, leaves: Iterator[Any]) -> Any:
     vars(layer).update(spec.attributes)
     vars(layer).update({name: next(leaves) for name in spec.tensor_names})
     return layer
+
+
+def _flatten_pair(cache: Any) -> tuple[list[Any], Any]:
+    """The caches of self-attention and cross-attention, and what else the pair has. `is_updated`,
+    which layers have cross-attention's keys, is copied: a forward changes it."""
+    names = "self_attention_cache", "cross_attention_cache"
+    others = {name: value for name, value in vars(cache).items() if name not in names}
+    return [getattr(cache, name) for name in names], {**others, "is_updated": {**cache.is_updated}}
+
+
+def _unflatten_pair(leaves: Iterable[Any], context: Any) -> EncoderDecoderCache:
+    cache = object.__new__(EncoderDecoderCache)
+    cache.self_attention_cache, cache.cross_attention_cache = leaves
+    vars(cache).update({**context, "is_updated": {**context["is_updated"]}})
+    return cache

@@ -6,10 +6,11 @@ The reference is `generate`, or the forward, of the unchunked model.
 from __future__ import annotations
 
 import inspect
+import warnings
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache, T5Config, T5ForConditionalGeneration
 
 from tests.autochunk.graph.models import TOKENS, model_and_inputs
 from tests.autochunk.helpers import ANY_SLOWDOWN, relative_error
@@ -63,3 +64,22 @@ def test_cache_argument_is_filled_as_by_the_model() -> None:
             torch.testing.assert_close(logits, expected)
             assert cache.get_seq_length() == expected_cache.get_seq_length() > 0
     assert relative_error(cache, expected_cache) < 1e-6
+
+
+def test_encoder_and_decoder_are_sliced_and_fill_a_passed_cache() -> None:
+    """Transformers 5 returns the pair of caches by default; 4 fills the one that is passed."""
+    config = T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=99)
+    model = T5ForConditionalGeneration(config).eval()
+    ids = torch.arange(64).view(1, 64)
+    inputs = {"input_ids": ids, "decoder_input_ids": ids}
+    chunked = autochunk(model, kwargs=inputs, max_slowdown=ANY_SLOWDOWN)
+    caches = [EncoderDecoderCache(DynamicCache(), DynamicCache()) for _ in range(2)]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # as if the model runs unchunked
+        for _ in range(2):
+            logits = chunked(**inputs, past_key_values=caches[0]).logits
+            expected = model(**inputs, past_key_values=caches[1]).logits
+            torch.testing.assert_close(logits, expected)
+            assert chunked.plan.regions
+    assert caches[0].is_updated == caches[1].is_updated == {0: True}
+    assert caches[0].get_seq_length() == caches[1].get_seq_length() == 128
