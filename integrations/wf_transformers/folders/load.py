@@ -69,7 +69,9 @@ def model_from_folder(
 def _has_weight_conversions(model: PreTrainedModel) -> bool:
     """Whether transformers 5 converts the tensors of files for this model."""
     try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.conversion_mapping import (  # pyright: ignore[reportMissingImports]
+            get_model_conversion_mapping,
+        )
     except ImportError:  # transformers 4
         return False
     return bool(get_model_conversion_mapping(model, add_legacy=False))
