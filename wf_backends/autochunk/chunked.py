@@ -31,6 +31,7 @@ from wf_backends.autochunk.tiling import TrainingPlan, plan_training, tile_train
 SMALL_INPUT_RATIO = 16  # inputs this many times smaller than planned ones run unchunked
 _PLAIN = (bool, int, float, str, torch.dtype)
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
+_NOT_READ = {*_OF_EVERY_MODULE, "_is_torch_compile"}  # the last is set by torch.compile
 
 
 def autochunk(
@@ -105,6 +106,7 @@ class ChunkedForward:
 
     def __init__(self, model: nn.Module, budget: Budget, plan: ChunkPlan | None) -> None:
         register_containers()
+        self._model = model  # for the signature of its forward, which torch.compile can read
         self._own_forward = vars(model).get("forward")  # which replaces the class's
         self._budget = budget
         self._plan = plan
@@ -130,13 +132,12 @@ class ChunkedForward:
         return model
 
     def __call__(self, chunked: ChunkedModel, *args: Any, **kwargs: Any) -> Any:
-        model = self._whole(chunked)
         run_whole = self._own_forward or partial(type(chunked).forward, chunked)
-        args, kwargs = bind(model, args, kwargs)
+        args, kwargs = bind(self._model, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        if self._runs_whole(model, leaves):
+        if self._runs_whole(chunked, leaves):
             return run_whole(*args, **kwargs)
-        state = _state(model)
+        state = _state(chunked)
         if state != self._state:  # the model has changed since it was captured
             self._planned.clear()
             self._state = state
@@ -237,8 +238,8 @@ def _state(model: nn.Module) -> list[Any]:
     never gives twice."""
     state: list[Any] = []
     for module in model.modules():
-        own = {name: x for name, x in vars(module).items() if name not in _OF_EVERY_MODULE}
-        state.append({name: x for name in own if (x := _plain(own[name])) is not None})
+        own = {k: _plain(x) for k, x in vars(module).items() if k not in _NOT_READ}
+        state.append({name: x for name, x in own.items() if x is not None})
         if module is not model:
             state += module, vars(module).get("forward")
             state += *module._forward_pre_hooks, *module._forward_hooks
