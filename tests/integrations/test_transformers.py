@@ -242,9 +242,10 @@ def test_forward_kwargs_keep_the_model_from_building_a_mask(family: str) -> None
 
 
 def test_the_number_of_a_steps_valid_labels_is_not_passed_on_to_the_model() -> None:
-    """BERT takes no other keywords."""
+    """BERT refuses keywords that it does not know."""
     local = {"input_ids": batch()["input_ids"], "valid_labels": 7}
-    assert list(wf_transformers.forward_kwargs(build("bert", "eager", {}), local)) == ["input_ids"]
+    kwargs = wf_transformers.forward_kwargs(build("bert", "eager", {}), local)
+    assert "input_ids" in kwargs and "valid_labels" not in kwargs
 
 
 @pytest.mark.skipif(not BERT_HAS_OWN_REGISTRY, reason="apply replaces no module of this BERT")
