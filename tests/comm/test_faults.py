@@ -193,3 +193,13 @@ def test_a_store_that_does_not_answer_counts_as_gone(monkeypatch: pytest.MonkeyP
     start = time.monotonic()
     assert board.read("fault", 1) is None and board.gone
     assert time.monotonic() - start < 3
+
+
+def test_in_time_raises_an_error_of_any_kind_at_once() -> None:
+    def refuse() -> None:
+        raise ValueError("no host")
+
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="no host"):
+        faults.in_time(refuse, timeout=20.0)
+    assert time.monotonic() - start < 10

@@ -65,7 +65,7 @@ def in_time(call: Callable[[], T], timeout: float) -> T:
     def run() -> None:
         try:
             answer.set_result(call())
-        except RuntimeError as error:
+        except Exception as error:
             answer.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
