@@ -43,6 +43,7 @@ from tests.integrations.verify_models import (  # noqa: E402
     verify_on_ranks,
     vision_model,
 )
+from wf_backends.autochunk.tiling import Tiles, tile_modules  # noqa: E402
 from wf_transformers import attach, verify  # noqa: E402
 from wf_transformers.attention.documents import Documents  # noqa: E402
 from wf_transformers.comparison.verify import Mode, Report  # noqa: E402
@@ -73,6 +74,19 @@ def test_a_causal_head_over_attention_that_is_not_causal_is_compared() -> None:
         return model
 
     for report in verify_on_ranks(decoder):
+        assert_passes(report)
+
+
+def test_a_model_that_was_tiled_before_passes() -> None:
+    """A tile of a rank's part has other rows than a tile of the whole."""
+
+    def tiled() -> Any:
+        model = llama()
+        mlps = [name for name, _ in model.named_modules() if name.endswith(".mlp")]
+        tile_modules(model, [Tiles(name, 1, 2) for name in mlps])
+        return model
+
+    for report in verify_on_ranks(tiled):
         assert_passes(report)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.autochunk.tiling import modules_in_tiles
 from wf_backends.comm import World, sum_on_all_ranks
 from wf_backends.dsp import (
     NARROW_TOLERANCES,
@@ -246,14 +247,16 @@ def _prepared(handle: Handle) -> Iterator[None]:
 
 @contextmanager
 def _observed_outputs(model: nn.Module, observe: Observer) -> Iterator[None]:
-    """Inside, call `observe` with the name and output of every module inside the model."""
+    """Inside, call `observe` with the name and output of every module inside the model, but for
+    those that run tile by tile: a tile of a part has other rows than one of the whole."""
 
     def hook(name: str) -> Callable[..., None]:
         return lambda _, __, output: observe(name, output)
 
+    in_tiles = modules_in_tiles(model)
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            if name:
+            if name and module not in in_tiles:
                 stack.callback(module.register_forward_hook(hook(name)).remove)
         yield
 

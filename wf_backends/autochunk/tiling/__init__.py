@@ -6,7 +6,7 @@ refuses what computes with the number of rows; `training_peak` predicts memory o
 """
 
 from wf_backends.autochunk.tiling.handle import Handle
-from wf_backends.autochunk.tiling.tiles import Tiles, tile_modules
+from wf_backends.autochunk.tiling.tiles import Tiles, modules_in_tiles, tile_modules
 from wf_backends.autochunk.tiling.training import (
     TrainingPlan,
     apply_training,
@@ -19,6 +19,7 @@ __all__ = [
     "Tiles",
     "TrainingPlan",
     "apply_training",
+    "modules_in_tiles",
     "plan_training",
     "tile_modules",
     "tile_training",

@@ -44,7 +44,7 @@ def tile_loss(owner: nn.Module, head: nn.Module, tiles: int, handle: Handle) -> 
         raise NotImplementedError(
             f"the loss of {type(owner).__name__} is {name}, and not transformers' {LOSS}"
         )
-    loss = _HeadLoss(owner, head, tiles)
+    loss = HeadLoss(owner, head, tiles)
     handle.set(head, "forward", loss)
     handle.set(owner, "loss_function", loss.loss_of_logits)
     pre_hook = owner.register_forward_pre_hook(loss.pre_forward, with_kwargs=True)
@@ -67,7 +67,7 @@ def torch_has_the_loss(head: nn.Module) -> bool:
     return is_wide_linear and hasattr(F, "linear_cross_entropy")
 
 
-class _HeadLoss:
+class HeadLoss:
     """Replaces the head's `forward`: returns logits, or the loss if the model got labels.
 
     `call` are the arguments of the model's current forward by name, None if it has no tiled loss;

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from wf_backends._validation import positive
 from wf_backends.autochunk.tiling.handle import Handle
 from wf_backends.autochunk.tiling.tiled_call import Original, TiledCall
-from wf_backends.autochunk.tiling.tiled_loss import tile_loss
+from wf_backends.autochunk.tiling.tiled_loss import HeadLoss, tile_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +99,9 @@ def agreed(tiles: Sequence[Tiles], group: ProcessGroup | None = None) -> tuple[T
         if spec.tiles > known.tiles:
             largest[spec.module] = spec
     return tuple(largest.values())
+
+
+def modules_in_tiles(model: nn.Module) -> set[nn.Module]:
+    """The modules inside tiled ones: they run once for each tile, on its rows."""
+    tiled = [m for m in model.modules() if isinstance(vars(m).get("forward"), TiledCall | HeadLoss)]
+    return {part for module in tiled for part in module.modules() if part is not module}
