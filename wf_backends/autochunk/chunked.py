@@ -21,6 +21,7 @@ from wf_backends.autochunk.graph import (
     containers,
     is_supported_input,
     layout,
+    planning_lock,
     refill,
     register_containers,
 )
@@ -156,16 +157,10 @@ class ChunkedForward:
         return output
 
     def prepare(self, chunked: ChunkedModel, args: tuple, kwargs: dict[str, Any]) -> Planned:
-        """Captures and plans the forward for inputs of this form; `args` and `kwargs` are bound.
-
-        One thread at a time, and none beside `torch.compile`: a trace changes what torch keeps for
-        the whole process.
-        """
-        from torch._dynamo.convert_frame import compile_lock  # not needed for a model in training
-
+        """Captures and plans the forward for inputs of this form; `args` and `kwargs` are bound."""
         model = self._whole(chunked)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        with compile_lock:
+        with planning_lock():
             if self._plan is not None:
                 planned = use_plan(model, args, kwargs, self._plan)
             else:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -56,6 +59,19 @@ def test_planning_leaves_the_model_untiled() -> None:
     model = build_decoder()
     assert plan_of(model, max_slowdown=1.0).tiles
     assert tiled_modules(model) == []
+
+
+def test_threads_plan_one_after_another() -> None:
+    barrier, stdout = Barrier(2), sys.stdout
+
+    def plan(_: int) -> list[str]:
+        model = build_decoder()
+        barrier.wait()
+        return planned_modules(plan_of(model, max_slowdown=1.0))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(plan, range(2))] == [["head", "mlp.0", "mlp.1"]] * 2
+    assert sys.stdout is stdout
 
 
 def test_gradients_of_a_plan_equal_those_of_the_model_and_leaving_it_restores_the_logits() -> None:

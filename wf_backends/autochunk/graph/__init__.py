@@ -37,7 +37,12 @@ from wf_backends.autochunk.graph.memory import (
     read_steps,
     submodule,
 )
-from wf_backends.autochunk.graph.tracker import StorageTracker, fake_run, unchunked_peak
+from wf_backends.autochunk.graph.tracker import (
+    StorageTracker,
+    fake_run,
+    planning_lock,
+    unchunked_peak,
+)
 
 __all__ = [
     "Budget",
@@ -63,6 +68,7 @@ __all__ = [
     "named_weights",
     "nbytes",
     "operator_name",
+    "planning_lock",
     "profile",
     "read_steps",
     "reason",

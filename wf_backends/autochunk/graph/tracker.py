@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -75,6 +75,17 @@ class FakeRun(StorageTracker):
         if reads_value and getattr(args[0], "constant", None) is None:
             return True
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def planning_lock() -> AbstractContextManager[Any]:
+    """Inside, a thread may capture a model and run it on fake tensors.
+
+    One thread at a time, and none beside `torch.compile`: a trace changes what torch keeps for the
+    whole process.
+    """
+    from torch._dynamo.convert_frame import compile_lock  # slow to import
+
+    return compile_lock
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from wf_backends.autochunk.graph import (
     bind,
     capture,
     checked_budget,
+    planning_lock,
     register_containers,
 )
 from wf_backends.autochunk.tiling.handle import Handle
@@ -105,20 +106,21 @@ def plan_training(
             closest plan); if the model cannot be captured (with the reason).
     """
     budget = checked_budget(max_memory, max_slowdown)
-    search = _Search(model, args, dict(kwargs or {}))
-    peak_before = search.peak([])
-    plan = TrainingPlan((), peak_before, peak_before, 0.0, search.refused)
-    target = budget.in_bytes(peak_before).memory
-    for group in search.groups:
-        if target is not None and plan.peak <= target:
-            break
-        plan = search.extended(plan, group, max_slowdown)
-    while target is not None and plan.peak > target:
-        finer = search.finer(plan)
-        if finer is None:
-            raise ValueError(search.budget_error(plan, max_memory, target, max_slowdown))
-        plan = finer
-    return plan
+    with planning_lock():
+        search = _Search(model, args, dict(kwargs or {}))
+        peak_before = search.peak([])
+        plan = TrainingPlan((), peak_before, peak_before, 0.0, search.refused)
+        target = budget.in_bytes(peak_before).memory
+        for group in search.groups:
+            if target is not None and plan.peak <= target:
+                break
+            plan = search.extended(plan, group, max_slowdown)
+        while target is not None and plan.peak > target:
+            finer = search.finer(plan)
+            if finer is None:
+                raise ValueError(search.budget_error(plan, max_memory, target, max_slowdown))
+            plan = finer
+        return plan
 
 
 def apply_training(
