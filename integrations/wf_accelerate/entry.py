@@ -22,6 +22,7 @@ from wf_transformers import (
     compared_first,
     counted_by_group,
     counted_once,
+    inner_loss_counted_once,
     loss_only,
     temporarily_replace,
 )
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 Config = SequenceParallelConfig | Mapping[str, Any]
 AVERAGING = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 """accelerate's distributed types that average gradients over all ranks."""
+INNER_LOSSES = ("compute_loss_func", "label_smoother")
+"""Attributes of a Trainer, None or a function that its `compute_loss` calls."""
 
 
 def connect(
@@ -143,8 +146,12 @@ def _replace_steps(trainer: Trainer, handle: Handle) -> None:
     from transformers.trainer import Trainer
 
     steps = {"prediction_step": loss_only, "compute_loss": partial(counted_once, trainer)}
+    own = [name for name in steps if getattr(type(trainer), name, None) != getattr(Trainer, name)]
+    steps = {name: step for name, step in steps.items() if name not in own}
+    if "compute_loss" in own:
+        steps |= dict.fromkeys(INNER_LOSSES, partial(inner_loss_counted_once, trainer))
     for name, step in steps.items():
-        if getattr(type(trainer), name, None) is getattr(Trainer, name):
+        if getattr(trainer, name, None) is not None:
             handle.undo.enter_context(temporarily_replace(trainer, name, step))
     if not hasattr(trainer.model, OPERATIONS):  # in transformers 5 the Trainer counts operations
         handle.share_operations(trainer)

@@ -28,7 +28,12 @@ from wf_transformers.options import MODEL_KEYS, ModelOptions, attach_by, attach_
 from wf_transformers.replace import InPlaceOfTorchAttention, temporarily_replace
 from wf_transformers.whole_batches.hooks import WholeBatchHooks
 from wf_transformers.whole_batches.loaders import counted_by_group
-from wf_transformers.whole_batches.trainer import compared_first, counted_once, loss_only
+from wf_transformers.whole_batches.trainer import (
+    compared_first,
+    counted_once,
+    inner_loss_counted_once,
+    loss_only,
+)
 
 __all__ = [
     "AUTOCHUNK",
@@ -58,6 +63,7 @@ __all__ = [
     "data_parallel",
     "forward_kwargs",
     "head_of",
+    "inner_loss_counted_once",
     "loss_only",
     "mask_arguments",
     "model_from_folder",

@@ -132,3 +132,19 @@ def test_whole_logits_are_those_of_an_evaluation_without_predictions_too(tmp_pat
     ):
         trainer.prediction_step(trainer.model, inputs, prediction_loss_only=True)
     assert "whole_logits" not in compute_loss.call_args.args[1]
+
+
+def test_the_losses_of_a_trainer_with_its_own_compute_loss_are_replaced(tmp_path: Path) -> None:
+    class OwnTrainer(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    arguments = TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], label_smoothing_factor=0.1
+    )
+    trainer = OwnTrainer(tiny_llama(), arguments)
+    smoother = trainer.label_smoother
+    with wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1}):
+        assert trainer.label_smoother is not smoother
+        assert trainer.compute_loss_func is None
+    assert trainer.label_smoother is smoother

@@ -28,7 +28,13 @@ from tests.integrations.transformers_models import (  # noqa: E402
     sequence_parallel,
 )
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
-from wf_transformers import WholeBatchHooks, attach, counted_once, loss_only  # noqa: E402
+from wf_transformers import (  # noqa: E402
+    WholeBatchHooks,
+    attach,
+    counted_once,
+    inner_loss_counted_once,
+    loss_only,
+)
 
 
 def one_rank() -> SequenceParallel:
@@ -123,6 +129,36 @@ def test_the_trainer_counts_a_model_that_runs_alone_as_it_does_without_us() -> N
             return counted_once(trainer, compute_loss, model, {}, num_items_in_batch=8).item()
 
     assert run_threads(2, rank) == [3.0, 3.0]
+
+
+def smooth(output: Any, labels: Any, shift_labels: bool = False) -> torch.Tensor:
+    """Stand for transformers 4's label smoother, which divides by no number of all processes."""
+    return torch.tensor(3.0)
+
+
+@pytest.mark.parametrize(
+    ("trains", "function", "options", "expected"),
+    [
+        (True, compute_loss, {"num_items_in_batch": 16}, 1.5),
+        (True, smooth, {"shift_labels": True}, 1.5),
+        (False, smooth, {"shift_labels": True}, 3.0),  # the Trainer counts labels in training only
+    ],
+)
+def test_a_trainer_with_its_own_compute_loss_counts_a_group_once(
+    trains: bool, function: Any, options: dict[str, Any], expected: float
+) -> None:
+    """TRL's SFTTrainer with `label_smoothing_factor` or a `compute_loss_func`."""
+    args = SimpleNamespace(average_tokens_across_devices=True)
+
+    def rank(comm: Any) -> float:
+        model = build("llama", "eager", {}).train(trains)
+        WholeBatchHooks(model, attach(model, sequence_parallel(comm)))
+        trainer = SimpleNamespace(
+            args=args, model=model, model_accepts_loss_kwargs=True, compute_loss_func=None
+        )
+        return inner_loss_counted_once(trainer, function, {}, {}, **options).item()
+
+    assert run_threads(2, rank) == [expected, expected]
 
 
 @pytest.mark.parametrize("whole_logits", [False, True])

@@ -9,10 +9,11 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from wf_backends.parallel import IGNORE_INDEX
 from wf_transformers.comparison.runs import LOSS
+from wf_transformers.whole_batches.custom_loss import NUM_ITEMS
 from wf_transformers.whole_batches.hooks import GROUP_SIZE, WHOLE_LOGITS, WholeBatchHooks
 
 
@@ -33,16 +34,38 @@ def counted_once(trainer: Any, original: Callable[..., Any], *args: Any, **kwarg
     of labels would become too large.
     """
     call = inspect.signature(original).bind(*args, **kwargs)
-    num_items = call.arguments.get("num_items_in_batch")
-    modules = call.arguments["model"].modules()
-    size = next((vars(m)[GROUP_SIZE] for m in modules if GROUP_SIZE in vars(m)), 1)
-    multiplies = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    average = getattr(trainer.args, "average_tokens_across_devices", False)
-    if size == 1 or num_items is None or not (average and multiplies):
+    num_items = call.arguments.get(NUM_ITEMS)
+    size = _counted_ranks(trainer, call.arguments["model"])
+    if size == 1 or num_items is None:
         return original(*args, **kwargs)
-    call.arguments["num_items_in_batch"] = num_items // size
+    call.arguments[NUM_ITEMS] = num_items // size
     result = original(*call.args, **call.kwargs)
     return (result[0] / size, *result[1:]) if isinstance(result, tuple) else result / size
+
+
+def inner_loss_counted_once(
+    trainer: Any, original: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
+    """Replaces `compute_loss_func` or `label_smoother` of a Trainer whose `compute_loss` is its
+    own, such as TRL's: it multiplies their loss as the Trainer's does; see `counted_once`.
+
+    transformers 4 gives the label smoother no number of labels, and counts them in training alone.
+    """
+    model, size = trainer.model, 1
+    if kwargs.get(NUM_ITEMS) is not None:
+        size = _counted_ranks(trainer, model)
+        kwargs[NUM_ITEMS] = kwargs[NUM_ITEMS] // size
+    elif NUM_ITEMS not in kwargs and model.training:
+        size = _counted_ranks(trainer, model)
+    return original(*args, **kwargs) / size
+
+
+def _counted_ranks(trainer: Any, model: nn.Module) -> int:
+    """How many ranks with the same batch the Trainer counts in a loss as processes of their own."""
+    multiplies = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    if not (getattr(trainer.args, "average_tokens_across_devices", False) and multiplies):
+        return 1
+    return next((vars(m)[GROUP_SIZE] for m in model.modules() if GROUP_SIZE in vars(m)), 1)
 
 
 def compared_first(
@@ -51,7 +74,7 @@ def compared_first(
     """Replaces the Trainer's `training_step`: compares the loss before the first step."""
     hooks = _hooks_on(model)
     if hooks is not None and hooks.compares_first and hooks.handle.awaits_first:
-        counts_labels = (args[0] if args else kwargs.get("num_items_in_batch")) is not None
+        counts_labels = (args[0] if args else kwargs.get(NUM_ITEMS)) is not None
         with _restored_counts(trainer):
             batch = trainer._prepare_inputs(inputs)
             loss = partial(_loss, trainer, hooks, counts_labels)
@@ -69,7 +92,7 @@ def _loss(
     if counts_labels:
         average = getattr(trainer.args, "average_tokens_across_devices", False)
         count = (batch["labels"] != IGNORE_INDEX).sum()
-        kwargs["num_items_in_batch"] = count * state.num_processes if average else count
+        kwargs[NUM_ITEMS] = count * state.num_processes if average else count
     try:
         with trainer.compute_loss_context_manager():
             return {LOSS: trainer.compute_loss(hooks.model, dict(batch), **kwargs)}
