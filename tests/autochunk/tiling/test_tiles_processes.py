@@ -1,4 +1,4 @@
-"""Tiled modules under DDP and FSDP2, on two ranks.
+"""Tiled modules under DDP, FSDP1 and FSDP2, on two ranks.
 
 Gradients, the number of collectives, and how often gradients are accumulated equal those of the
 same model without tiles.
@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -81,10 +84,18 @@ def fsdp_mlps(model: Model) -> nn.Module:
     return fully_shard(model)
 
 
+def fsdp1(strategy: ShardingStrategy, model: Model) -> nn.Module:
+    policy = ModuleWrapPolicy({Layer})
+    options: Any = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    return FullyShardedDataParallel(model, None, strategy, auto_wrap_policy=policy, **options)
+
+
 WRAPPERS: dict[str, Callable[[Model], nn.Module]] = {
     "ddp": ddp,
     "fsdp layers": fsdp_layers,
     "fsdp mlps": fsdp_mlps,
+    "fsdp1": partial(fsdp1, ShardingStrategy.FULL_SHARD),
+    "fsdp1 gradients": partial(fsdp1, ShardingStrategy.SHARD_GRAD_OP),
 }
 
 
@@ -162,7 +173,7 @@ def test_gradients_and_collectives_equal_those_without_tiles(
         assert_close(tiled.gradients, expected.gradients)
         assert tiled.collectives == expected.collectives and expected.collectives
         assert tiled.num_accumulated == expected.num_accumulated
-        if wrapper == "ddp":  # FSDP2 accumulates sharded gradients itself
+        if wrapper == "ddp":  # FSDP accumulates sharded gradients itself
             assert tiled.num_accumulated > 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from tests.autochunk.tiling.helpers import BOTH_LAYERS, ROWS, WIDTH, TwoLayers, tiled_modules
 from wf_backends.autochunk.tiling import Tiles, tile_modules
@@ -59,11 +60,10 @@ def test_module_whose_parts_zero_3_gathers_separately_is_refused() -> None:
         model(torch.randn(1, ROWS, WIDTH))
 
 
-def test_parameter_that_was_replaced_by_a_plain_tensor_is_refused() -> None:
-    """FSDP 1 replaces all of them."""
+def test_parameter_that_was_added_to_a_tiled_module_is_refused() -> None:
+    """By adapters, parametrizations, or FSDP1 with use_orig_params=False."""
     model = TwoLayers()
     with tile_modules(model, BOTH_LAYERS):
-        del model.layers[0].gate.weight
-        model.layers[0].gate.weight = torch.zeros(2 * WIDTH, WIDTH)
-        with pytest.raises(NotImplementedError, match="module.gate.weight' is no parameter of"):
+        weight_norm(model.layers[0].gate)
+        with pytest.raises(NotImplementedError, match="'module.gate.weight' was added to a tiled"):
             model(torch.randn(1, ROWS, WIDTH))

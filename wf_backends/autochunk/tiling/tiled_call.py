@@ -11,14 +11,15 @@ the inputs, and f must not draw random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from wf_backends._compile import eager
@@ -64,7 +65,7 @@ class TiledCall:
 
     def __init__(self, fn: nn.Module, dim: int, tiles: int) -> None:
         self.fn, self.dim, self.tiles = fn, dim, tiles
-        self.parameter_names = list(_parameters_of(fn))
+        self.owners = _parameters_of(fn)
 
     @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,23 +82,45 @@ class TiledCall:
         return CallInTiles(self, leaves, spec), [*inputs, *self._parameters()]
 
     def _parameters(self) -> list[Tensor]:
-        """The current parameters: FSDP2 and ZeRO 3 exchange them around every call."""
-        parameters = _parameters_of(self.fn)
-        if list(parameters) != self.parameter_names:
-            raise NotImplementedError(
-                f"{self.parameter_names[0]!r} is no parameter of the tiled module any more, as "
-                "under FSDP with use_orig_params=False: use FSDP2 (fully_shard)"
-            )
-        return list(parameters.values())
+        """The current parameters: FSDP and ZeRO 3 exchange them around every call, FSDP1 for plain
+        attributes."""
+        tensors = {
+            key: vars(owner).get(name, owner._parameters.get(name))
+            for key, (owner, name) in self.owners.items()
+        }
+        for key in {**tensors, **_parameters_of(self.fn)}:
+            if not isinstance(tensors.get(key), Tensor):
+                raise NotImplementedError(
+                    f"{key!r} was added to a tiled module, or removed from it: tile the model when "
+                    "it is complete, before DDP, FSDP or DeepSpeed wrap it. FSDP1 must not wrap "
+                    "parts of a tiled module, and needs use_orig_params=True"
+                )
+        return [*tensors.values()]
 
 
-def _parameters_of(fn: nn.Module) -> dict[str, Tensor]:
-    """Parameters by name, once for each module, as `functional_call(tie_weights=False)` needs."""
+def _parameters_of(fn: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """The owner of each parameter and its name there; once for each module, as
+    `functional_call(tie_weights=False)` needs."""
     return {
-        name: parameter
+        f"{path}.{name}": (module, name)
         for path, module in fn.named_modules()
-        for name, parameter in module.named_parameters(path, recurse=False, remove_duplicate=False)
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
     }
+
+
+@contextmanager
+def _without_attributes(owners: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Inside, modules have no attribute beside a parameter of its name: FSDP1 sets such."""
+    taken = [
+        (vars(owner), name, vars(owner).pop(name))
+        for owner, name in owners
+        if name in owner._parameters and name in vars(owner)
+    ]
+    try:
+        yield
+    finally:
+        for attributes, name, value in taken:
+            attributes[name] = value
 
 
 class CallInTiles:
@@ -112,7 +135,7 @@ class CallInTiles:
         self.leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.rows = _rows(inputs, tiled.dim)
         self.is_cut = [_has_rows(x, tiled.dim, self.rows) for x in inputs]
-        self.is_cut += [False] * len(tiled.parameter_names)
+        self.is_cut += [False] * len(tiled.owners)
         self.autocast = _current_autocast(inputs[0].device.type)
         self.result_leaves: list[Any] = []
         self.result_spec: TreeSpec | None = None
@@ -132,8 +155,9 @@ class CallInTiles:
         """Compute one tile; returns the tensors among its results."""
         inputs, parameters = tensors[: self.num_inputs], tensors[self.num_inputs :]
         args, kwargs = tree_unflatten(_fill(self.leaves, inputs), self.spec)
-        named = dict(zip(self.tiled.parameter_names, parameters, strict=True))
-        result = torch.func.functional_call(self.tiled.fn, named, args, kwargs, tie_weights=False)
+        named = dict(zip(self.tiled.owners, parameters, strict=True))
+        with _without_attributes(self.tiled.owners.values()):
+            result = functional_call(self.tiled.fn, named, args, kwargs, tie_weights=False)
         leaves, self.result_spec = tree_flatten(result)
         self.result_leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
