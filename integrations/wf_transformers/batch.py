@@ -17,10 +17,11 @@ from wf_transformers.attention.masks import placeholder_mask
 from wf_transformers.attention.registry import registered_for
 from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
 from wf_transformers.families.experts import ROUTER_MASK, has_router_loss
+from wf_transformers.families.media import language_model, media_modules
 from wf_transformers.families.mixing import refuse_missing_apply, refuse_unspreadable
 from wf_transformers.families.stacks import is_cut_inside
 from wf_transformers.families.table import builds_masks
-from wf_transformers.models import is_causal, outermost
+from wf_transformers.models import outermost
 from wf_transformers.whole_batches.custom_loss import refuse_custom_loss
 
 # From 4.53 on, checkpointed layers get all keyword arguments again when they are recomputed.
@@ -80,6 +81,13 @@ def forward_kwargs(
     return kwargs
 
 
+def is_causal(model: nn.Module) -> bool:
+    """Whether no module in `model` that sees tokens says that its attention is not causal."""
+    encoders = media_modules(model)
+    tokens = (m for name, m in model.named_modules() if encoders.isdisjoint(name.split(".")))
+    return all(getattr(module, "is_causal", True) for module in tokens)
+
+
 def _refuse_unspreadable(model: nn.Module) -> None:
     """Make the checks of `apply` for models that were only built with our name."""
     for pretrained in outermost(model):
@@ -111,7 +119,7 @@ def _documents_reach_attention(model: nn.Module) -> bool:
     models = outermost(model)
     if not models:
         return takes_any_keyword(model) or "cu_seqlens" in parameter_names(model)
-    return all(is_applied(inner) or _passes_kwargs(inner) for inner in models)
+    return all(is_applied(language_model(inner)) or _passes_kwargs(inner) for inner in models)
 
 
 def _passes_kwargs(model: Any) -> bool:

@@ -81,11 +81,6 @@ def class_names_in(table: str) -> set[str]:
     return {name for v in values for name in ((v,) if isinstance(v, str) else v)}
 
 
-def is_causal(model: nn.Module) -> bool:
-    """Whether no module in `model` says that its attention is not causal."""
-    return all(getattr(module, "is_causal", True) for module in model.modules())
-
-
 def uses_registry(model: PreTrainedModel) -> bool:
     """Whether a layer may look up its attention function in transformers' registry.
 

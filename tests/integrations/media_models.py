@@ -119,6 +119,14 @@ def padded(samples: list[list[int]]) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids.masked_fill(ids >= START, -100)}
 
 
+def right_padded(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with the last 5 tokens of its second sample, which are text, as padding."""
+    ids, labels = batch["input_ids"], batch["labels"]
+    mask = torch.ones_like(ids)
+    mask[1, -5:] = 0
+    return batch | {"attention_mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
+
+
 def random_normal(*shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -28,6 +28,7 @@ from tests.integrations.media_models import (  # noqa: E402
     media_batch,
     num_patches,
     qwen_batch,
+    right_padded,
 )
 from tests.integrations.results import (  # noqa: E402
     Result,
@@ -130,6 +131,37 @@ def test_images_of_a_rank_are_not_compared_as_if_they_were_rows_of_its_tokens(
 
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm, layout), build(family)
+        attach = partial(wf_transformers.attach_model, model, sp)
+        handle, _ = wf_transformers.attach_by(ModelOptions(verify="strict"), model, sp, attach)
+        WholeBatchHooks(model, handle)
+        model(**inputs)
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_padding_with_recomputed_layers_is_exact(family: str) -> None:
+    """As a processor pads samples of different lengths."""
+    inputs = right_padded(media_batch(family))
+    expected = run_on_one_device(family, inputs)
+
+    def rank(comm: Any) -> Result:
+        sp, model = sequence_parallel(comm), build(family)
+        handle = wf_transformers.attach_model(model, sp)
+        model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
+        return run_on_shard(model, sp, wf_transformers.shard_media(model, sp, inputs))
+
+    valid = inputs["attention_mask"] == 1
+    assert_shares_sum_to(expected, run_threads(2, rank), valid)
+
+
+def test_features_in_the_output_are_not_compared_as_if_they_were_rows_of_tokens() -> None:
+    """An image of 4 tokens, 2 on each rank, is in the output of LLaVA of transformers 5."""
+    inputs = llava_batch((1,))  # [3, 4, 4 of the image, 7, 8, 3 of text]
+    inputs = {k: x[:, :8] if k != "pixel_values" else x for k, x in inputs.items()}
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm, "contiguous"), build("llava")
         attach = partial(wf_transformers.attach_model, model, sp)
         handle, _ = wf_transformers.attach_by(ModelOptions(verify="strict"), model, sp, attach)
         WholeBatchHooks(model, handle)

@@ -24,6 +24,7 @@ from wf_transformers.comparison.changes import Changes
 from wf_transformers.comparison.random_batch import SAMPLES, random_tokens, short_seqlen
 from wf_transformers.comparison.runs import Call, Comparison
 from wf_transformers.comparison.verify import Mode, as_before, compare, conclude, find_obstacle
+from wf_transformers.families.media import language_model
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.handle import Handle
 from wf_transformers.models import inner_models, outermost
@@ -133,7 +134,7 @@ class InnerCalls:
 
     def __init__(self, model: nn.Module, handle: Handle, first_step: FirstStep) -> None:
         self._handle, self._first_step = handle, first_step
-        models = [pretrained for pretrained in outermost(model) if not stacks_of(pretrained)]
+        models = [language_model(x) for x in outermost(model) if not stacks_of(x)]
         self._due = {inner for pretrained in models for inner in inner_models(pretrained)}
         for inner in self._due:
             handle.hooks(inner.register_forward_pre_hook(self._before, with_kwargs=True))

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from wf_backends import SequenceParallel
 from wf_backends.parallel import prepare_batch
 from wf_backends.schedule import LAYOUTS, padding_multiple
+from wf_transformers.batch import is_causal
 from wf_transformers.calls import parameter_names, takes_any_keyword
 from wf_transformers.families.stacks import is_cut_inside
-from wf_transformers.models import head_of, is_causal, outermost, windows_of
+from wf_transformers.models import head_of, outermost, windows_of
 from wf_transformers.whole_batches.heads import head_is_over_all_rows
 
 SAMPLES = 2

@@ -78,7 +78,7 @@ class Comparison:
         whole_outputs = self.whole_batches and head_is_over_all_rows(model)
         self._rows = Rows(sp, batch, uneven, whole_outputs)
         self._other_rows = {"experts", *media_modules(model)}
-        """Modules whose rows on the part are not those of the part's tokens."""
+        """Modules and outputs whose rows on the part are not those of the part's tokens."""
         self._part_outputs: dict[str, list[Named]] = {}
         self._kept_bytes = 0
         self._min_tolerance = 0.0
@@ -174,7 +174,12 @@ class Comparison:
         return {key: x.detach() for key, x in outputs.items()}, gradients
 
     def _tensors(self, output: Any, whole: bool) -> Named:
-        return {key: self._rows.unflatten(x, whole) for key, x in named_tensors(output)}
+        tensors = {k: x for k, x in named_tensors(output) if self._is_by_token(k)}
+        return {key: self._rows.unflatten(x, whole) for key, x in tensors.items()}
+
+    def _is_by_token(self, name: str) -> bool:
+        """Whether the rows of a module, or of an output, are those of the part's tokens."""
+        return self._other_rows.isdisjoint(name.split("."))
 
     def _loss(self, outputs: Named, whole: bool) -> Tensor | None:
         """The model's loss, or a weighted sum of all outputs; on ranks, their share of it."""
@@ -185,8 +190,7 @@ class Comparison:
 
     def _keep_output(self, name: str, output: Any) -> None:
         """Keep what a module returned on the part, for `_compare_output`."""
-        has_other_rows = not self._other_rows.isdisjoint(name.split("."))
-        is_kept = self._kept_bytes < MAX_KEPT_BYTES and not has_other_rows
+        is_kept = self._kept_bytes < MAX_KEPT_BYTES and self._is_by_token(name)
         outputs = self._tensors(output, whole=False) if is_kept else {}
         self._kept_bytes += sum(x.nbytes for x in outputs.values())
         tolerances = (NARROW_TOLERANCES.get(x.dtype, 0.0) for x in outputs.values())

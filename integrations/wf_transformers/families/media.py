@@ -33,6 +33,7 @@ FEATURE_ROWS = "media_rows"
 ROPE = "rope_positions"
 TIMES, TYPES = "second_per_grid_ts", "mm_token_type_ids"
 """Arguments for positions only: of videos, and of tokens (0 text, 1 image, 2 video)."""
+ENCODED = ("image_hidden_states", "image_outputs", "video_outputs")  # of a model: features
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,9 @@ def media_of(model: nn.Module) -> Media | None:
 
 
 def media_modules(model: nn.Module) -> set[str]:
-    """The names of modules in `model` that see media, and no tokens."""
+    """The names of modules in `model` that see media, and no tokens; of its outputs from these."""
     rows = map(media_of, outermost(model))
-    return {name for row in rows if row is not None for name in row.modules}
+    return {name for row in rows if row is not None for name in (*row.modules, *ENCODED)}
 
 
 def language_model(model: Any) -> PreTrainedModel:

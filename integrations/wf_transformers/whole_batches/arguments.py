@@ -11,6 +11,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends.parallel import slices_of_mask
 from wf_transformers.attention.documents import MASK_ARGUMENTS, mask_arguments
+from wf_transformers.batch import is_causal
 from wf_transformers.calls import (
     CACHES,
     ON_ONE_PROCESS,
@@ -19,7 +20,7 @@ from wf_transformers.calls import (
     takes_any_keyword,
     tokens_of,
 )
-from wf_transformers.models import Head, is_causal, outermost, windows_of
+from wf_transformers.models import Head, outermost, windows_of
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments for flash attention from collators without padding."""
