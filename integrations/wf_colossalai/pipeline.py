@@ -40,6 +40,9 @@ class Stage:
         self._inner = token_model(model)
         self._layers_owner, self._layers_name = _find_layers(self._inner)
         self._layers: nn.ModuleList = getattr(self._layers_owner, self._layers_name)
+        ranges: Any = stages.get_stage_index(stages.distribute_layers(len(self._layers)))
+        self._layer_ranges = ranges if stages.is_interleave else [ranges]  # of each model chunk
+        stages.stage_indices = self._layer_ranges  # not all of ColossalAI's policies set it
         self._states: Tensor | None = None  # the output of the previous stage
         self._reached_layers = False  # whether the running forward has called a layer
         handle.set(model, "forward", update_wrapper(partial(self._forward), model.forward))
@@ -76,7 +79,7 @@ class Stage:
     def _before_inner(self, inner: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
         """Leave only this stage's layers, and pass hidden states (b, s, width) as embeddings."""
         self._reached_layers = False
-        start, stop = self._layer_range
+        start, stop = self._layer_ranges[self._stages.model_chunk_id or 0]
         setattr(self._layers_owner, self._layers_name, nn.ModuleList(self._layers[start:stop]))
         if self._states is None:
             return args, kwargs
@@ -88,13 +91,6 @@ class Stage:
         if "token_type_ids" in names:  # BERT's default is a buffer of its embeddings
             arguments["token_type_ids"] = self._states.new_zeros(self._states.shape[:2]).long()
         return (), arguments
-
-    @property
-    def _layer_range(self) -> tuple[int, int]:
-        """(start, stop) of this stage's layers, stop excluded."""
-        stages = self._stages
-        ranges: Any = stages.get_stage_index(stages.distribute_layers(len(self._layers)))
-        return tuple(ranges[stages.model_chunk_id] if stages.is_interleave else ranges)
 
     def _before_layer(self, *_: Any) -> None:
         self._reached_layers = True

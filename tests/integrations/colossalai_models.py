@@ -46,6 +46,11 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         tf.GPTJConfig,
         {**GPT, **UNDROPPED, "vocab_size": VOCABULARY, "rotary_dim": 4},
     ),
+    "gptj_deep": (
+        tf.GPTJForCausalLM,
+        tf.GPTJConfig,
+        {**GPT, **UNDROPPED, "vocab_size": VOCABULARY, "rotary_dim": 4, "n_layer": 4},
+    ),
     "opt": (tf.OPTForCausalLM, tf.OPTConfig, {**OPT, **HEADS, **VOCAB, "dropout": 0.0}),
     "bert": (tf.BertForMaskedLM, tf.BertConfig, {**NARROW, **HEADS, **VOCAB, **BERT_UNDROPPED}),
     "llama_classes": (tf.LlamaForSequenceClassification, tf.LlamaConfig, {**LLAMA, **CLASSES}),

@@ -99,6 +99,13 @@ MODELS: dict[str, dict[str, Any]] = (
             "options": TWO_STAGES["options"] | INTERLEAVED,
         }
         | FOUR_STEPS,
+        "pp_interleaved_gptj": {
+            "wallfacer": RING2,
+            "family": "gptj_deep",
+            "batch": "microbatches",
+            "options": TWO_STAGES["options"] | INTERLEAVED,
+        }
+        | FOUR_STEPS,
         # ColossalAI gathers GPT-2's fused weights with .cuda(): they cannot be saved here
         "tp_gpt2": {
             "wallfacer": RING2,
