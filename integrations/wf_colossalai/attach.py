@@ -70,7 +70,7 @@ def attach(
             for name, function in row.methods.items():
                 handle.set(module, "wallfacer", handle.attention)
                 handle.set(module, name, MethodType(function, module))
-    if outermost(model) and row.cut == "tokens":
+    if outermost(model):
         recompute = partial(recompute_with_documents, handle)
         handle.hooks(model.register_forward_pre_hook(recompute))
     if head_is_over_all_rows(model):

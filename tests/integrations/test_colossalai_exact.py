@@ -106,6 +106,8 @@ MODELS: dict[str, dict[str, Any]] = (
             "options": TWO_STAGES["options"] | INTERLEAVED,
         }
         | FOUR_STEPS,
+        "checkpointed_vit": {"wallfacer": RING4, "family": "vit", "checkpointing": "after"}
+        | FOUR_STEPS,
         # ColossalAI gathers GPT-2's fused weights with .cuda(): they cannot be saved here
         "tp_gpt2": {
             "wallfacer": RING2,
