@@ -13,6 +13,7 @@ import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 from colossalai.accelerator.cpu_accelerator import CpuAccelerator
 from colossalai.booster.plugin import HybridParallelPlugin
+from colossalai.tensor.d_tensor.api import is_customized_distributed_tensor
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -62,8 +63,8 @@ class WallFacerPlugin(HybridParallelPlugin):
         ValueError: for a wrong key or value, for an argument of ColossalAI's that a key of ours
             replaces, or if the product of the parallel sizes does not divide the world size.
         NotImplementedError: for ZeRO in fp32, which ColossalAI's plugin does not have, for fp16 on
-            a CPU outside `cpu_accelerator()`, for the zero-bubble schedule, and for "dsp", which
-            other plugins support.
+            a CPU outside `cpu_accelerator()`, for the zero-bubble schedule, for "dsp", which other
+            plugins support, and for max_norm of a GPT-2 under tensor parallelism.
     """
 
     def __init__(self, *, tp_size: int = 1, pp_size: int = 1, **kwargs: Any) -> None:
@@ -128,9 +129,16 @@ class WallFacerPlugin(HybridParallelPlugin):
             self.custom_policy = WallFacerPolicy()
         self.custom_policy.of_plugin = self.handle, self._model_options
         try:
-            return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
+            boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         finally:
             self.custom_policy = custom_policy
+        if self.max_norm and any(map(is_customized_distributed_tensor, boosted[0].parameters())):
+            raise NotImplementedError(
+                f"max_norm={self.max_norm} with tp_size={self.tp_size} and fused weights (GPT-2): "
+                "ColossalAI counts their gradients as whole on every rank, so that the norm would "
+                "be too small; leave max_norm out, or set tp_size=1"
+            )
+        return boosted
 
 
 def _check_keys(kwargs: dict[str, Any]) -> None:

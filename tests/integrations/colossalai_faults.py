@@ -244,6 +244,7 @@ def refused(case: Case, folder: Path) -> dict[str, str]:
         "group": lambda: wf_colossalai.apply(build("llama"), {"sequence_parallel_size": 3}),
         "pipeline": lambda: boost(OwnModel(), own_stages),
         "zero bubble": lambda: boost(build("gpt2"), zero_bubble),
+        "clipped": lambda: boost(build("gpt2"), WallFacerPlugin(tp_size=2, max_norm=1.0)),
         "cache": lambda: model(**inputs, past_key_values=((),)),
         "tuple": lambda: model(**inputs, return_dict=False),
         "mode": lambda: boost(build("llama"), split_gather),

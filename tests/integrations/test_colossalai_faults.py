@@ -149,6 +149,7 @@ def test_ranks_of_a_sequence_read_the_same_samples(results: Results) -> None:
         "group": ["sequence_parallel_size", "4 ranks", "got 3"],
         "pipeline": ["OwnModel", "pp_size=1", "has a policy for"],
         "zero bubble": ["zbv", "1f1b", "interleaved"],
+        "clipped": ["max_norm=1.0", "tp_size=2", "GPT-2"],
         "cache": ["past_key_values"],
         "tuple": ["return_dict=False"],
         "mode": ["sequence_parallelism_mode", "split_gather", "ring_attn"],
