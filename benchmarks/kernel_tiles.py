@@ -8,7 +8,8 @@ Each line is the best of several alternating runs, forward or backward, in milli
 `x` is ours / torch's; torch has no window, so there it gets a dense mask, as its users give it.
 `x work` is ours / (torch's full tile * the share of scores that the band shows): 1.00 is a kernel
 that computes only the visible scores, each as fast as torch does in a full tile.
-The last line of a dtype is the time of a merge of a tile's result into the running result.
+The last line of a dtype is the time of a merge of a tile's result into the running result. On a GPU
+follow causal tiles with keys that all rows see: cut in two for cuDNN, beside one call of flash.
 """
 
 from __future__ import annotations
@@ -25,9 +26,14 @@ import torch.nn.functional as F
 from measure import cpu_name
 from torch import Tensor
 
-from wf_backends.kernels import KernelSpec, Scores, TileGrad, merge, select
+from wf_backends.kernels import Kernel, KernelSpec, Scores, TileGrad, merge, select
 from wf_backends.kernels.reference import band_mask
+from wf_backends.kernels.sdpa import SdpaKernel
+from wf_backends.kernels.sdpa_cuda import CUDNN, FLASH
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
+
+SHIFTED = [(1024, 1024), (1024, 7168), (2048, 2048), (2048, 14336), (4096, 4096), (8192, 8192)]
+SHIFTED += [(8192, 57344)]  # rows, keys that all rows see
 
 
 def main() -> None:
@@ -52,6 +58,8 @@ def main() -> None:
         merge_time = merge_ms(args, dtype)
         share = merge_time / full[0]
         print(f"{dtype}: a merge takes {merge_time:.3f} ms, {share:.3f} of torch's full forward")
+        if on_gpu:
+            show_cut(args, dtype)
 
 
 def parse() -> argparse.Namespace:
@@ -87,7 +95,9 @@ def measure(
     """[forward, backward] in ms, of ours and of torch's."""
     ours: list[float] = []
     theirs: list[float] = []
-    calls = zip(our_calls(args, dtype, band), torch_calls(args, dtype, band), strict=True)
+    spec = KernelSpec(args.device, dtype, args.head_dim, args.heads, args.kv_heads)
+    our_calls = kernel_calls(select("sdpa", spec), args, dtype, band, args.rows, args.rows)
+    calls = zip(our_calls, torch_calls(args, dtype, band), strict=True)
     for our_call, torch_call in calls:
         our_ms, torch_ms = best_of((our_call, torch_call), args.repeats, args.device)
         ours.append(our_ms)
@@ -95,18 +105,19 @@ def measure(
     return ours, theirs
 
 
-def rows_first(args: argparse.Namespace, heads: int, dtype: torch.dtype) -> Tensor:
+def rows_first(args: argparse.Namespace, rows: int, heads: int, dtype: torch.dtype) -> Tensor:
     """(1, rows, heads, head_dim) seen from a rows-first buffer, as the runtime's are."""
-    buffer = torch.randn(args.rows, 1, heads, args.head_dim)
+    buffer = torch.randn(rows, 1, heads, args.head_dim)
     return buffer.to(args.device, dtype).permute(1, 0, 2, 3)
 
 
-def our_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> list[Callable]:
-    """The forward and the backward call, as the runtime makes them."""
-    spec = KernelSpec(args.device, dtype, args.head_dim, args.heads, args.kv_heads)
-    kernel, scores = select("sdpa", spec), Scores(args.head_dim**-0.5)
-    q, dout = (rows_first(args, args.heads, dtype) for _ in range(2))
-    k, v = (rows_first(args, args.kv_heads, dtype) for _ in range(2))
+def kernel_calls(
+    kernel: Kernel, args: argparse.Namespace, dtype: torch.dtype, band: Band, rows: int, keys: int
+) -> list[Callable]:
+    """The forward and the backward call of a kernel, as the runtime makes them."""
+    scores = Scores(args.head_dim**-0.5)
+    q, dout = (rows_first(args, rows, args.heads, dtype) for _ in range(2))
+    k, v = (rows_first(args, keys, args.kv_heads, dtype) for _ in range(2))
     out, lse = kernel.forward(q, k, v, scores, band)
     delta = (dout * out).sum(-1).transpose(1, 2)
     tile = TileGrad(dout, q, k, v, out.to(dtype), lse, delta)
@@ -114,10 +125,22 @@ def our_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> list[
     return [partial(kernel.forward, q, k, v, scores, band), backward]
 
 
+def show_cut(args: argparse.Namespace, dtype: torch.dtype) -> None:
+    """A line per shifted causal tile: milliseconds cut in two for cuDNN, and in one flash call."""
+    kernels = [SdpaKernel(lambda *_, chosen=chosen: chosen) for chosen in (CUDNN, FLASH)]
+    print(f"{'rows':>6} {'keys':>7} {'':8} {'cut':>8} {'flash':>8} {'x':>6}")
+    for rows, shift in SHIFTED:
+        keys, band = rows + shift, Band(right=shift)
+        both = [kernel_calls(kernel, args, dtype, band, rows, keys) for kernel in kernels]
+        for name, calls in zip(("forward", "backward"), zip(*both, strict=True), strict=True):
+            cut, flash = best_of(calls, args.repeats, args.device)
+            print(f"{rows:6} {keys:7} {name:8} {cut:8.2f} {flash:8.2f} {cut / flash:6.2f}")
+
+
 def torch_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> list[Callable]:
     """F.scaled_dot_product_attention and its backward by autograd."""
-    q, dout = (rows_first(args, args.heads, dtype).transpose(1, 2) for _ in range(2))
-    k, v = (rows_first(args, args.kv_heads, dtype).transpose(1, 2) for _ in range(2))
+    q, dout = (rows_first(args, args.rows, args.heads, dtype).transpose(1, 2) for _ in range(2))
+    k, v = (rows_first(args, args.rows, args.kv_heads, dtype).transpose(1, 2) for _ in range(2))
     options: dict[str, Any] = {"enable_gqa": True, "is_causal": band == CAUSAL}
     if band not in (FULL, CAUSAL):
         options["attn_mask"] = band_mask(args.rows, args.rows, band, torch.device(args.device))
@@ -133,7 +156,7 @@ def torch_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> lis
 
 def merge_ms(args: argparse.Namespace, dtype: torch.dtype) -> float:
     """Best time in ms of a merge of one tile's (out, lse) into the running result."""
-    q = rows_first(args, args.heads, dtype)
+    q = rows_first(args, args.rows, args.heads, dtype)
     block_out, out = q.transpose(0, 1), q.transpose(0, 1).float()
     lse = torch.zeros(out.shape[:-1], device=out.device)
     return best_of([partial(merge, out, lse, block_out, lse + 1)], args.repeats, args.device)[0]

@@ -9,12 +9,14 @@ import torch
 
 from wf_backends.kernels import KernelSpec, sdpa
 from wf_backends.kernels.sdpa import SdpaKernel
-from wf_backends.kernels.sdpa_cuda import CudaTile, Machine, choose, machine
+from wf_backends.kernels.sdpa_cuda import MIN_CUT_SCORES, CudaTile, Machine, choose, machine
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
 CUDA = torch.device("cuda")
 HOPPER = Machine((2, 13), 91900, (9, 0), enabled=True, deterministic=False)
-TILE = CudaTile(HOPPER, torch.bfloat16, head_dim=128, rows=256, keys=256, band=CAUSAL)
+TILE = CudaTile(HOPPER, torch.bfloat16, head_dim=128, heads=2, rows=256, keys=256, band=CAUSAL)
+SHIFTED = replace(TILE, rows=4096, keys=8192, heads=8, band=Band(right=4096))
+assert SHIFTED.rows * SHIFTED.keys * SHIFTED.heads == MIN_CUT_SCORES
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,9 @@ TILE = CudaTile(HOPPER, torch.bfloat16, head_dim=128, rows=256, keys=256, band=C
         replace(TILE, band=Band(left=255, right=0)),
         replace(TILE, keys=128, band=FULL),
         replace(TILE, keys=128, band=Band(right=127)),
+        replace(TILE, keys=128),
+        SHIFTED,
+        replace(SHIFTED, keys=16384),
         replace(TILE, dtype=torch.float16),
         replace(TILE, head_dim=8),
         replace(TILE, machine=replace(HOPPER, torch=(3, 0), cudnn=91501, capability=(10, 3))),
@@ -49,11 +54,11 @@ def test_cudnn_computes_tiles_for_which_it_lacks_nothing(tile):
         (replace(TILE, dtype=torch.float32), "got dtype torch.float32"),
         (replace(TILE, head_dim=136), "multiple of 8 up to 128, got head_dim 136"),
         (replace(TILE, head_dim=12), "multiple of 8 up to 128, got head_dim 12"),
-        (replace(TILE, band=Band(64, 0)), "full or square causal tile, got rows 256, keys 256"),
-        (replace(TILE, keys=128), "got rows 256, keys 128, band causal"),
-        (replace(TILE, band=Band(right=1)), "a full or square causal tile"),
-        (replace(TILE, band=Band(left=0)), "a full or square causal tile"),
-        (replace(TILE, rows=200, band=FULL), "multiples of 128, got rows 200, keys 256"),
+        (replace(TILE, band=Band(64, 0)), "without a bound on the left, got rows 256, keys 256"),
+        (replace(TILE, band=Band(left=0)), "without a bound on the left"),
+        (replace(SHIFTED, band=Band(right=4097)), "the band's shift in multiples of 128, got"),
+        (replace(SHIFTED, heads=7), "268435456 scores in a shifted causal tile"),
+        (replace(TILE, rows=200, band=FULL), "multiples of 128, got rows 200, keys 256, band full"),
         (replace(TILE, keys=1, band=FULL), "multiples of 128, got rows 256, keys 1"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

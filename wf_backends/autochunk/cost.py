@@ -44,7 +44,7 @@ class Rates:
     bytes_per_s: float = 2e12  # read or written
     packed_bytes_per_s: float = 2e12  # of a large matrix that few rows are multiplied with
     interleaved_bytes_per_s: float = 5e11  # of matrices whose innermost dimension is the batch
-    slice_seconds: float = 0.0  # of a loop iteration without its operators; 0 on a GPU
+    slice_seconds: float = 0.0  # of a loop iteration without its operators
     halo_seconds: float = 0.0  # of few rows of a 3 x 3 convolution of 128 channels, without flops
 
     def packing_seconds(self, num_bytes: float) -> float:
@@ -63,9 +63,9 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """Measures the rates of a device, in about 250 ms (16 bits on some CPUs: 2 s).
 
     On a CPU, operators that every slice repeats are timed after other data has passed through the
-    caches, as between two operators of a slice: a launch then takes at least twice as long. A GPU's
-    host runs ahead of it, so that a loop iteration costs nothing there, and a launch costs the
-    host's time. On fake and meta devices the result is the defaults, those of one GPU.
+    caches, as between two operators of a slice: a launch then takes at least twice as long. On a
+    GPU a launch and a loop iteration cost the host's time, as in models that it is not ahead of. On
+    fake and meta devices the result is the defaults, those of one GPU.
     """
     on_cpu = device.type == "cpu"
     if not on_cpu and not torch.accelerator.is_available():
@@ -78,7 +78,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     image, weight = zeros(1, _CHANNELS, 3, _WIDTH + 2), zeros(_CHANNELS, _CHANNELS, 3, 3)
     flush_caches = partial(torch.add, wide[:256], 1)
     launch = seconds(lambda: small + small, flush_caches)
-    iteration = seconds(partial(_iterate, nn.Identity(), small), flush_caches) if on_cpu else 0.0
+    iteration = seconds(partial(_iterate, nn.Identity(), small), flush_caches)
     flops_per_s = 2 * sizes.square**3 / seconds(lambda: square @ square)
     bytes_per_s = 2 * wide.nbytes / seconds(lambda: wide + 1)
     packing = seconds(lambda: wide[:_FEW_ROWS] @ wide)

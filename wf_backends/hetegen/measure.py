@@ -1,10 +1,14 @@
-"""Measures the rates of this machine: link, staging, host, accelerator, and the host's memory."""
+"""Measures the rates of this machine: link, staging, host, accelerator, and the host's memory.
+
+What the threads of lanes do is measured in split linears, as it is used: with pauses between calls,
+after which a CPU's threads wake up, and with waiting for other threads.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from statistics import median
 
@@ -18,7 +22,7 @@ from wf_backends.hetegen.dispatch import dispatch_model
 from wf_backends.hetegen.runner import Device
 from wf_backends.hetegen.weights import Rates
 
-WEIGHTS_BYTES = 2**28  # of all weights together: more than caches hold
+WEIGHTS_BYTES = 2**29  # of all weights together: more than caches hold
 PINNED_BUFFERS = 3  # as many as a plan has slabs by default
 MANY_TOKENS = 256  # in a GEMM that operations bound, not memory
 NUM_LINEARS = 200  # of the model whose calls are timed
@@ -36,7 +40,7 @@ def measure_machine(dtype: torch.dtype) -> tuple[str, Rates]:
 def measure_rates(
     streams: Streams | None, dtype: torch.dtype, width: int = 4096, seconds: float = 0.7
 ) -> Rates:
-    """The rates of copies, and of GEMMs over one token and over many, each timed for `seconds`.
+    """The rates of copies and GEMMs, each measured for `seconds`.
 
     Args:
         streams: None: without an accelerator. Copies within host memory stand for its link, and the
@@ -44,19 +48,21 @@ def measure_rates(
         dtype: of the weights. The host's GEMM has other rates in 16 bits than in 32.
         width: input and output features of a weight.
     """
-    num_weights = max(2, WEIGHTS_BYTES // (width * width * dtype.itemsize))
-    weights = [torch.randn(width, width).to(dtype) for _ in range(num_weights)]
+    num_weights = max(2 * PINNED_BUFFERS, WEIGHTS_BYTES // (width * width * dtype.itemsize))
+    weights = [torch.full((width, width), 1 / width, dtype=dtype) for _ in range(num_weights)]
     if streams is None:
         device_weights, clock = weights, time.perf_counter
-        device: Device = ShapedDevice(FAST, FAST, FAST)
     else:
         device_weights = [weight.to(streams.device) for weight in weights]
         pinned = [streams.pinned(weights[0].shape, dtype) for _ in range(PINNED_BUFFERS)]
         clock = _synchronized_clock(streams)
-        device = Accelerator(Rates(FAST, FAST, FAST), streams)
     slab = torch.empty_like(device_weights[0])
 
-    def rate(run: Callable[[int], object], clock: Callable[[], float] = clock) -> float:
+    def new_device(link: float, call_seconds: float) -> Device:
+        rates = Rates(link, FAST, FAST, call_seconds=call_seconds)
+        return ShapedDevice(FAST, FAST, FAST) if streams is None else Accelerator(rates, streams)
+
+    def rate(run: Callable[[int], object]) -> float:
         return weights[0].nbytes / _seconds_per_run(run, num_weights, clock, seconds)
 
     def gemm(tokens: int, weights: list[Tensor]) -> Callable[[int], object]:
@@ -67,27 +73,45 @@ def measure_rates(
         source = weights[i] if streams is None else pinned[i % PINNED_BUFFERS]
         slab.copy_(source, non_blocking=True)
 
-    def staged_copy(i: int) -> None:  # as the link's lane copies: through pinned memory
-        if streams is not None:
-            pinned[i % PINNED_BUFFERS].copy_(weights[i])
-        copy(i)
-
-    with ThreadPoolExecutor(1) as thread:
-        future = thread.submit(rate, gemm(1, weights), time.perf_counter)
-        link_beside, host_beside = rate(staged_copy), future.result()
-    link, staging, host = rate(copy), rate(staged_copy), rate(gemm(1, weights))
+    link, call_seconds = rate(copy), measure_call(new_device(FAST, 0.0))
+    device = new_device(link, call_seconds)
+    split_seconds = partial(_seconds_of_split_linears, weights, device, clock, seconds)
+    staging = weights[0].nbytes / sum(split_seconds(0.0))
+    host = weights[0].nbytes / split_seconds(1.0)[0]
+    alpha = host / (host + staging)
+    in_call, between = split_seconds(alpha)
+    host_beside_link = alpha * weights[0].nbytes / in_call
+    link_beside_host = (1 - alpha) * weights[0].nbytes / (in_call + between)
     flops_per_byte = 2.0 * MANY_TOKENS / weights[0].itemsize
     return Rates(
         link=link,
         host=host,
         accelerator=rate(gemm(1, device_weights)),
-        memory=max(link_beside + host_beside, min(link, staging)),
-        host_beside_link=min(host, host_beside),
+        memory=max(link_beside_host + host_beside_link, min(link, staging)),
+        host_beside_link=min(host, host_beside_link),
         staging=staging,
         host_flops=flops_per_byte * rate(gemm(MANY_TOKENS, weights)),
         accelerator_flops=flops_per_byte * rate(gemm(MANY_TOKENS, device_weights)),
-        call_seconds=measure_call(device),
+        call_seconds=call_seconds,
     )
+
+
+def _seconds_of_split_linears(
+    weights: list[Tensor], device: Device, clock: Callable[[], float], seconds: float, alpha: float
+) -> tuple[float, float]:
+    """Seconds (in a call, from its end to the next call) of split linears that have these weights.
+
+    The host computes the share `alpha`; nothing is resident. Copies go on between calls.
+    """
+    linears = [nn.Linear(*weight.shape, bias=False, device="meta") for weight in weights]
+    for linear, weight in zip(linears, weights, strict=True):
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+    model, memory = nn.Sequential(*linears), PINNED_BUFFERS * weights[0].nbytes
+    x = device.place(torch.ones(1, weights[0].shape[1], dtype=weights[0].dtype))
+    with dispatch_model(model, {0: memory}, device, alpha=alpha) as handle:
+        per_call = _seconds_per_run(lambda _: model(x), 1, clock, seconds) / len(weights)
+        between = handle.report()["decode"]["call_seconds"]
+    return per_call - between, between
 
 
 def measure_call(device: Device) -> float:

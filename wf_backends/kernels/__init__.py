@@ -5,11 +5,9 @@ from wf_backends.kernels.merge import merge
 from wf_backends.kernels.protocol import Kernel, KernelSpec, TileGrad
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.scores import PositionBias, Scores
-from wf_backends.kernels.sdpa_cuda import CUDNN_MULTIPLE
 from wf_backends.kernels.select import KERNELS, select
 
 __all__ = [
-    "CUDNN_MULTIPLE",
     "Dropout",
     "KERNELS",
     "Kernel",

@@ -106,7 +106,8 @@ class SplitKernel(ABC):
         again from them.
 
         Returns:
-            dq, dk and dv, in the library's dtype if there is one sub-tile, else float32 or float64.
+            dq, dk and dv. dq is in float32 or float64 if rows are in several sub-tiles, dk and dv
+            if keys are; else they are in the dtype of q or the library's.
         """
         dout, q, k, v, out, lse, delta = tile
         if q.shape[3] != v.shape[3]:
@@ -120,8 +121,11 @@ class SplitKernel(ABC):
         sub_tiles = operators.split(q.shape[1], k.shape[1], band)
         if len(sub_tiles) == 1:  # has all rows and keys
             return operators.backward(tile, scores, sub_tiles[0].band)
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        dq, dk, dv = [x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v)]
+        sum_dtype = torch.promote_types(q.dtype, torch.float32)
+        keys_are_in_one = sum(keys.stop - keys.start for _, keys, _ in sub_tiles) == k.shape[1]
+        keys_dtype = q.dtype if keys_are_in_one else sum_dtype
+        dq = torch.zeros_like(q, dtype=sum_dtype)
+        dk, dv = (torch.zeros_like(x, dtype=keys_dtype) for x in (k, v))
         for rows, keys, sub_band in sub_tiles:
             grads = operators.backward(tile.part(rows, keys), scores.part(rows, keys), sub_band)
             dq[:, rows] += grads[0]

@@ -141,7 +141,7 @@ class SdpaKernel(SplitKernel):
         if spec.device != "cuda":
             return f"torch's flash operators for {spec.device}"
         gpu, rows = machine(torch.device(spec.device)), CUDNN_MULTIPLE
-        full_tile = CudaTile(gpu, spec.dtype, spec.max_head_dim, rows, rows, FULL)
+        full_tile = CudaTile(gpu, spec.dtype, spec.max_head_dim, spec.heads, rows, rows, FULL)
         return f"torch's operators for full tiles: {choose(full_tile)[1]}"
 
     def operators(self, q: Tensor, k: Tensor, scores: Scores, band: Band) -> Operators:

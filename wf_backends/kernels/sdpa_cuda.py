@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 from typing import Any
 
 import torch
@@ -24,11 +25,14 @@ from torch import Tensor
 from wf_backends.kernels.merge import Operators
 from wf_backends.kernels.protocol import FLASH_DTYPES, Grads, TileGrad, torch_release
 from wf_backends.kernels.scores import Scores
-from wf_backends.kernels.tile_split import effective_band, flash_window, split_window, unsplit
+from wf_backends.kernels.tile_split import effective_band, flash_window, split_causal, split_window
 from wf_backends.schedule import CAUSAL, FULL, Band
 
 CUDNN_MULTIPLE = 128
 """Rows and keys of a tile for cuDNN come in multiples of this: see docs/internals/kernels.md."""
+MIN_CUT_SCORES = 2**28
+"""Rows x keys x heads from which a shifted causal tile is cut in two for cuDNN: smaller ones take
+flash less time than the cut and the merge. Measured in docs/internals/kernels.md."""
 
 
 def cuda_forward(
@@ -66,7 +70,7 @@ def _tile_kwargs(q: Tensor, k: Tensor, scores: Scores, band: Band) -> dict[str, 
 def cudnn_forward(
     q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
 ) -> tuple[Tensor, Tensor]:
-    """A full or square causal tile; see Kernel.forward."""
+    """A sub-tile of `split_causal`, full or causal; see Kernel.forward."""
     causal = _is_causal(q, k, band)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
@@ -76,7 +80,8 @@ def cudnn_forward(
 
 
 def cudnn_backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
-    """A full or square causal tile; see Kernel.backward. The operator computes delta again.
+    """A sub-tile of `split_causal`, full or causal; see Kernel.backward. The operator computes
+    delta again.
 
     torch keeps a compiled graph for each memory layout of q, k and v, and some releases use it
     again without a look at the layouts of out, dout and lse. So these always get the layout that
@@ -97,10 +102,10 @@ def cudnn_backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
 
 
 def _is_causal(q: Tensor, k: Tensor, band: Band) -> bool:
-    """The operator's `is_causal` for a tile that `choose` gave to cuDNN: full or square causal."""
+    """The operator's `is_causal`, which counts from the top left, for a full or causal tile."""
     rows, keys = q.shape[1], k.shape[1]
     band = effective_band(rows, keys, band)
-    assert band == FULL or (band == CAUSAL and rows == keys), (rows, keys, band)
+    assert band in (FULL, CAUSAL), (rows, keys, band)
     return band == CAUSAL
 
 
@@ -116,7 +121,7 @@ def _laid_out_like(q: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(q).copy_(x)
 
 
-CUDNN = Operators("cudnn", unsplit, cudnn_forward, cudnn_backward)
+CUDNN = Operators("cudnn", split_causal, cudnn_forward, cudnn_backward)
 FLASH = Operators("flash", split_window, cuda_forward, cuda_backward)
 
 
@@ -143,6 +148,8 @@ class CudaTile:
     machine: Machine
     dtype: torch.dtype
     head_dim: int
+    heads: int
+    """Query heads of all samples."""
     rows: int
     keys: int
     band: Band
@@ -174,11 +181,14 @@ def cudnn_needs(tile: CudaTile) -> Iterator[tuple[bool, str, str]]:
     is_met = head_dim % 8 == 0 and head_dim <= 128
     yield is_met, "a head_dim that is a multiple of 8 up to 128", f"head_dim {head_dim}"
     band = effective_band(rows, keys, tile.band)
-    is_met = band == FULL or (band == CAUSAL and rows == keys)
-    size = f"rows {rows}, keys {keys}"
-    yield is_met, "a full or square causal tile", f"{size}, band {tile.band}"
-    is_met = rows % CUDNN_MULTIPLE == 0 and keys % CUDNN_MULTIPLE == 0
-    yield is_met, f"rows and keys in multiples of {CUDNN_MULTIPLE}", size
+    size = f"rows {rows}, keys {keys}, band {tile.band}"
+    yield band.left == inf, "a tile without a bound on the left", size
+    lengths = rows, keys, 0 if band.right == inf else band.right
+    is_met = all(length % CUDNN_MULTIPLE == 0 for length in lengths)
+    yield is_met, f"rows, keys and the band's shift in multiples of {CUDNN_MULTIPLE}", size
+    is_met = band.right in (0, inf) or rows * keys * tile.heads >= MIN_CUT_SCORES
+    need = f"{MIN_CUT_SCORES} scores in a shifted causal tile, which is cut in two"
+    yield is_met, need, f"{size}, heads {tile.heads}"
 
 
 def machine(device: torch.device) -> Machine:
@@ -202,4 +212,5 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 def cuda_tile(machine: Machine, q: Tensor, k: Tensor, band: Band) -> CudaTile:
     """The tile of q (b, i, h, d) and k (b, j, g, d) under `band`, on `machine`."""
-    return CudaTile(machine, q.dtype, q.shape[3], q.shape[1], k.shape[1], band)
+    batch, rows, heads, head_dim = q.shape
+    return CudaTile(machine, q.dtype, head_dim, batch * heads, rows, k.shape[1], band)

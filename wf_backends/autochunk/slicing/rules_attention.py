@@ -17,8 +17,8 @@ from wf_backends.autochunk.slicing.call import (
     aten,
     broadcast,
 )
-from wf_backends.kernels import CUDNN_MULTIPLE, KERNELS, KernelSpec, Scores, merge
-from wf_backends.schedule import CAUSAL, FULL, Band
+from wf_backends.kernels import KERNELS, KernelSpec, Scores
+from wf_backends.schedule import Band
 
 ROWS, HEADS = 2, 3  # these dimensions are -ROWS and -HEADS
 # torch's CustomMaskType::CausalFromBottomRight (native/transformers/cuda/sdp_utils.h)
@@ -106,30 +106,20 @@ def attend_rows(
 ) -> Tensor:
     """Causal attention of rows [before, before + i), without a mask of rows x keys.
 
-    Attention to the first `before` keys, which every row sees, is merged with causal attention to
-    the last i keys. On CUDA one kernel call computes both, except for tiles that cuDNN may compute.
-
     Args:
         query: (b, h, i, d). key, value: (b, g, before + i, d), g divides h.
 
     Returns:
         (b, h, i, d).
     """
-    kernel, scores = KERNELS["sdpa"](), Scores(query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale)
     query, key, value = (x.to(_autocast_dtype(x)) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if query.is_cuda:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         if q.dtype is torch.float32:
             return _memory_efficient(q, k, v, scores.scale).transpose(1, 2)
-        if q.shape[1] % CUDNN_MULTIPLE or before % CUDNN_MULTIPLE:
-            return kernel.forward(q, k, v, scores, Band(right=before))[0].transpose(1, 2)
-    (early_k, k), (early_v, v) = (x.split((before, q.shape[1]), 1) for x in (k, v))
-    out, lse = kernel.forward(q, k, v, scores, CAUSAL)
-    early, early_lse = kernel.forward(q, early_k, early_v, scores, FULL)
-    out = out.to(torch.promote_types(out.dtype, torch.float32))
-    lse = lse.to(out.dtype)  # torch 2.11 returns a fake float32 lse for float64 inputs
-    merge(out, lse.transpose(1, 2), early, early_lse.transpose(1, 2))
+    out, _ = KERNELS["sdpa"]().forward(q, k, v, scores, Band(right=before))
     return out.to(query.dtype).transpose(1, 2)
 
 
