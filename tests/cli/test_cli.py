@@ -65,6 +65,29 @@ def test_doctor_exits_with_1_if_a_part_fails(wallfacer, monkeypatch: pytest.Monk
     assert code == 1 and "NO" in out and "RuntimeError: no threads" in out
 
 
+def test_only_rank_0_runs_a_command_of_one_process(wallfacer, monkeypatch) -> None:
+    for name, value in {"SIZE": "2", "RANK": "1"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    assert wallfacer("plan", *SMALL) == (0, "", "")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert "Ring Attention" in wallfacer("plan", *SMALL)[1]
+    monkeypatch.delenv("OMPI_COMM_WORLD_RANK")  # left from another job
+    assert "Ring Attention" in wallfacer("plan", *SMALL)[1]
+
+
+def test_doctor_lists_on_another_rank_only_what_is_broken(wallfacer, monkeypatch) -> None:
+    from wf_backends.cli import doctor
+    from wf_backends.cluster import Finding
+
+    findings = [Finding("threads", False, "none", needed=True), Finding("MPI", False, "none")]
+    monkeypatch.setattr(doctor, "check_up", lambda: findings)
+    for name, value in {"SIZE": "2", "RANK": "1"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    assert wallfacer("doctor") == (1, "", "rank 1: threads: none\n")
+    findings.pop(0)
+    assert wallfacer("doctor", "--json") == (0, "", "")
+
+
 def test_bench_links_measures_once_and_then_reads_the_cache(wallfacer, tmp_path: Path) -> None:
     args = ["bench-links", "--cache-dir", str(tmp_path / "cache")]
     code, out, err = wallfacer(*args)
@@ -103,6 +126,7 @@ def test_bench_links_measures_once_and_then_reads_the_cache(wallfacer, tmp_path:
         (["explain", "ring", "--layout", "document_zigzag"], "(of `wallfacer plan`)"),
         (["plan", "--documents", "40000"], "--documents must be 1 to 32768, a quarter of --seqlen"),
         (["plan", "--documents", "-1"], "--documents must be 1 to 32768"),
+        (["plan", "--documents", "1", "--seqlen", "3"], "--seqlen must be at least 4, got 3"),
         (["plan", "--kernel", "sdpa"], "has rates for ['flash'], got kernel 'sdpa'"),
         (["explain", "concentric:team_size=3"], "team_size must have a square that divides"),
         (["explain", "mesh:rows=two"], "--route must look like"),

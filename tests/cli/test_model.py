@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
@@ -92,6 +93,40 @@ def test_a_bad_config_is_refused_in_one_line(
     (tmp_path / "config.json").write_text(config)
     code, out, err = wallfacer("plan", "--model", str(tmp_path))
     assert (code, out) == (2, "") and f"--model {tmp_path}: {message}" in err
+
+
+def test_a_file_that_is_no_config_is_refused_whatever_its_path_says(
+    wallfacer, tmp_path: Path
+) -> None:
+    path = tmp_path / "llama-tokenizer.json"  # transformers takes it for a Llama of default sizes
+    path.write_text('{"version": "1.0"}')
+    code, _, err = wallfacer("plan", "--model", str(path))
+    assert code == 2 and f"--model {path}: llama-tokenizer.json must name the model" in err
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_name_is_looked_up_in_the_cache_alone_if_the_hub_does_not_answer(
+    wallfacer, monkeypatch, answers: bool
+) -> None:
+    from wf_transformers.folders import shape
+
+    asked = list[bool]()
+
+    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+        if answers:
+            return socket.socket()
+        raise TimeoutError
+
+    def from_pretrained(name: str, local_files_only: bool) -> None:
+        asked.append(local_files_only)
+        raise OSError(f"no {name} here")
+
+    monkeypatch.setattr(shape, "getproxies", dict)
+    monkeypatch.setattr(shape.socket, "create_connection", connect)
+    monkeypatch.setattr(shape.AutoConfig, "from_pretrained", from_pretrained)
+    code, _, err = wallfacer("plan", "--model", "somebody/model")
+    assert code == 2 and "--model somebody/model: no somebody/model here" in err
+    assert asked == [not answers]
 
 
 def test_without_transformers_the_error_names_the_extra_to_install(wallfacer, monkeypatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+
 import typer
 
 from wf_backends.cli.bench import bench
@@ -13,14 +16,28 @@ from wf_backends.cli.generate import generate
 from wf_backends.cli.links import bench_links
 from wf_backends.cli.plan import plan
 from wf_backends.cli.verify import verify
+from wf_backends.launch import detect
 
+OF_A_JOB = ("bench", "bench-links", "doctor")  # these run on every rank that a launcher started
 app = typer.Typer(
     name="wallfacer",
-    help="Exact long-context attention over many ranks: what to run on your cluster, and why.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+@app.callback()
+def run_once(context: typer.Context) -> None:
+    """Exact long-context attention over many ranks: what to run on your cluster, and why."""
+    if context.invoked_subcommand in OF_A_JOB:
+        return
+    with suppress(ValueError):  # of variables that are left from another job
+        place = detect(os.environ)
+        if place.rank and place.launcher != "environment":
+            raise typer.Exit
+
+
 for command in (plan, explain, bench, bench_links, doctor, verify, chunk, generate, bench_hetero):
     app.command()(command)  # typer names bench_links bench-links

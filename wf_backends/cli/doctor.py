@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import asdict
 
 import typer
@@ -12,17 +14,24 @@ from rich.table import Table
 from wf_backends.cli.options import AsJson
 from wf_backends.cli.tables import print_json
 from wf_backends.cluster import check_up
+from wf_backends.launch import detect
 
 
 def doctor(as_json: AsJson = False) -> None:
     """Try what works here and list what is installed; exit code 1 if the core does not work.
 
+    Under a launcher rank 0 prints its findings, another rank only what is broken there.
+
     Example:
 
         wallfacer doctor
     """
-    findings = list(check_up())
-    if as_json:
+    findings, rank = list(check_up()), detect(os.environ).rank
+    broken = [finding for finding in findings if finding.needed and not finding.works]
+    if rank:
+        for finding in broken:
+            print(f"rank {rank}: {finding.name}: {finding.what}", file=sys.stderr)
+    elif as_json:
         print_json([asdict(finding) for finding in findings])
     else:
         table = Table("", "what", "here", "to mend it")
@@ -31,5 +40,5 @@ def doctor(as_json: AsJson = False) -> None:
             sign = "[green]yes[/green]" if finding.works else missing
             table.add_row(sign, *map(escape, (finding.name, finding.what, finding.mend)))
         Console().print(table)
-    if any(finding.needed and not finding.works for finding in findings):
+    if broken:
         raise typer.Exit(1)

@@ -120,6 +120,7 @@ class Model:
         if not self.documents:
             return None
         max_tokens = self.seqlen >> MIN_HALVINGS
+        check_range(2**MIN_HALVINGS, seqlen=self.seqlen)  # of which a document is a quarter
         if not 1 <= self.documents <= max_tokens:
             raise ValueError(
                 f"--documents must be 1 to {max_tokens}, a quarter of --seqlen, got "

@@ -28,20 +28,28 @@ def call_reader(group: str, command: str, *args: Any, **kwargs: Any) -> Any:
 
 def check_folder(model: Path) -> Path:
     """The folder; refuses, before any framework is loaded, a folder without a model's config."""
-    config = model / "config.json"
     if not model.is_dir():
         raise ValueError(f"--model {model}: there is no such folder")
+    check_config(model)
+    return model
+
+
+def check_config(model: Path) -> None:
+    """Refuse a folder without a model's config, and a file that is none.
+
+    transformers takes a file that names no model for one of the kind that its path names.
+    """
+    config = model / "config.json" if model.is_dir() else model
     if not config.is_file():
         raise ValueError(f"--model {model}: there is no config.json")
     try:
         content = json.loads(config.read_text())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"--model {model}: config.json is no JSON ({error})") from error
+        raise ValueError(f"--model {model}: {config.name} is no JSON ({error})") from error
     if not isinstance(content, dict) or "model_type" not in content:
         raise ValueError(
-            f'--model {model}: config.json must name the model, as "model_type": "llama"'
+            f'--model {model}: {config.name} must name the model, as "model_type": "llama"'
         )
-    return model
 
 
 ModelFolder = Annotated[Path, Option(callback=check_folder, help="Folder with a config.json.")]
@@ -53,6 +61,6 @@ def read_model(name: str, sizes: bool = False) -> dict[str, Any]:
     Raises:
         ValueError, NotImplementedError: if its config does not have them.
     """
-    if Path(name).is_dir():
-        check_folder(Path(name))
+    if Path(name).exists():
+        check_config(Path(name))
     return call_reader(SHAPES, "--model", name, sizes)

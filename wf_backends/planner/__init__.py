@@ -3,7 +3,7 @@
 from wf_backends.cost import Cost, Span, Workload
 from wf_backends.planner.explanation import milliseconds, reason, scheme
 from wf_backends.planner.head_splits import legal_degrees
-from wf_backends.planner.plan import EXACT_UP_TO, MOVES, Choice, Plan, Request, ranked
+from wf_backends.planner.plan import EXACT_UP_TO, MOVES, Choice, Plan, Request
 from wf_backends.planner.proxy import (
     MIN_HALVINGS,
     SPARSE_EXACT_UP_TO,
@@ -11,6 +11,7 @@ from wf_backends.planner.proxy import (
     representative,
     with_message_counts,
 )
+from wf_backends.planner.published import named_schemes
 from wf_backends.planner.search import all_plans, best_plan, check_memory, plan_for, price_plan
 
 __all__ = [
@@ -30,9 +31,9 @@ __all__ = [
     "draw_documents",
     "legal_degrees",
     "milliseconds",
+    "named_schemes",
     "plan_for",
     "price_plan",
-    "ranked",
     "reason",
     "representative",
     "scheme",

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
+from huggingface_hub.constants import ENDPOINT
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from wf_backends.budget import Experts
 
+HUB_S = 3.0  # in which a connection to the Hub opens
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Config fields for the number of experts."""
 SHARED_EXPERTS = ("shared_expert_intermediate_size", "shared_intermediate_size")
@@ -60,13 +65,26 @@ def model_shape(name: str, sizes: bool = False) -> dict[str, Any]:
 
 
 def read_config(name: str | Path) -> Any:
-    """The config of a folder or a name.
+    """The config of a folder, a file, or a name of the Hub.
 
     Raises:
         ValueError: if there is none.
     """
+    is_local = Path(name).exists() or not _hub_answers()
     with refused_by_name(name):
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, local_files_only=is_local)
+
+
+def _hub_answers() -> bool:
+    """Whether the Hub can be reached: its own client tries again and again for half a minute."""
+    hub = urlsplit(ENDPOINT)
+    if getproxies():  # a proxy may reach what this machine does not
+        return True
+    try:
+        socket.create_connection((hub.hostname, hub.port or 443), timeout=HUB_S).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager
