@@ -149,7 +149,7 @@ def test_module_with_a_number_that_happens_to_be_that_of_its_rows_is_planned() -
 class AtLeast100Rows(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[1] < 100:
-            raise RuntimeError("too few rows")
+            raise IndexError("too few rows")
         return super().forward(x)
 
 

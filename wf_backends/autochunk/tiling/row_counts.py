@@ -49,7 +49,9 @@ def refuse_row_counts(
         try:
             with torch.no_grad(), fake_run(model, mode, ()):
                 model(*args, **kwargs)
-        except RuntimeError as error:
+        except CaptureError:
+            raise
+        except Exception as error:  # a module may raise any where it gets only some rows
             raise CaptureError(reason(model, error, "run on fake tensors")) from error
 
 
