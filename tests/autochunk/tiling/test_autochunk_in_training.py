@@ -10,11 +10,13 @@ import pickle
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from tests.autochunk.tiling.decoder import Decoder, build_decoder, make_batch
+from tests.autochunk.tiling.decoder import ROWS, Decoder, Mlp, build_decoder, make_batch
 from tests.autochunk.tiling.helpers import tiled_modules
 from wf_backends.autochunk import ChunkPlan, autochunk
-from wf_backends.autochunk.tiling import TrainingPlan
+from wf_backends.autochunk.tiling import TrainingPlan, plan_training
 
 
 @pytest.fixture
@@ -82,3 +84,38 @@ def test_inference_plan_is_refused_in_training(model: Decoder) -> None:
     plan = ChunkPlan("", (), 0, 0, 0.0)
     with pytest.raises(ValueError, match="must be a TrainingPlan for a model in training"):
         autochunk(model.train(), kwargs=make_batch(), plan=plan)
+
+
+class OwnLoss(Decoder):
+    """Computes its loss without its `loss_function`, as T5 does."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.mlp[0](self.embed(ids)))
+        return {"loss": F.cross_entropy(logits.view(-1, logits.size(-1)), labels.flatten())}
+
+
+def test_head_of_a_model_that_computes_its_loss_itself_is_not_tiled() -> None:
+    plan = plan_training(OwnLoss().train(), kwargs=make_batch(), max_slowdown=1.0)
+    assert [tiles.module for tiles in plan.tiles] == ["mlp.0"]
+    assert "not tiled: Linear, no tiles: Dimension specified as -1" in plan.explain()
+
+
+def test_planning_takes_no_longer_for_more_tiles() -> None:
+    """Of equal tiles it computes two; the plan is that of all."""
+
+    def tiles_and_calls(rows: int) -> tuple[int, int]:
+        calls: list[int] = []  # the rows of each
+
+        class CountedMlp(Mlp):
+            def forward(self, x: Tensor) -> Tensor:
+                calls.append(x.shape[1])
+                return super().forward(x)
+
+        model = build_decoder()
+        model.mlp[0] = CountedMlp()
+        plan = plan_training(model, kwargs=make_batch(rows), max_slowdown=1.0)
+        return plan.tiles[1].tiles, len(calls)
+
+    (few, calls), (many, same_calls) = tiles_and_calls(ROWS), tiles_and_calls(4 * ROWS)
+    assert many > few > 3
+    assert same_calls == calls

@@ -40,6 +40,7 @@ from wf_backends.autochunk.graph.memory import (
 from wf_backends.autochunk.graph.tracker import (
     StorageTracker,
     fake_run,
+    in_fake_run,
     planning_lock,
     unchunked_peak,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "containers",
     "experts_as_operators",
     "fake_run",
+    "in_fake_run",
     "is_supported_input",
     "layout",
     "module_path",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from wf_backends.autochunk.graph.capture import CaptureError, no_log, reason
 from wf_backends.autochunk.graph.experts import fake_grouped_mm
@@ -94,6 +94,11 @@ def fake_run(model: nn.Module, mode: FakeTensorMode, known: Iterable[Tensor]) ->
     tracker = FakeRun(known)
     with packing_check_on_fakes(), fake_grouped_mm(), restored_attributes(model), mode, tracker:
         yield tracker
+
+
+def in_fake_run() -> bool:
+    """Whether this thread is inside a `fake_run`, in which memory counts and values do not."""
+    return any(isinstance(mode, FakeRun) for mode in _get_current_dispatch_mode_stack())
 
 
 def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
