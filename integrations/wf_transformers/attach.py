@@ -9,7 +9,6 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.vit.modeling_vit import ViTModel
 
 from wf_backends import SequenceParallel
 from wf_backends._compile import eager
@@ -31,7 +30,7 @@ from wf_transformers.calls import (
 from wf_transformers.families.experts import RouterLoss, has_router_loss
 from wf_transformers.families.media import hook_media, language_model, media_of
 from wf_transformers.families.mixing import has_mixers, refuse_unspreadable, spread_mixers
-from wf_transformers.families.stacks import cut_stacks, shard_between, stacks_of
+from wf_transformers.families.stacks import cut_stacks, is_vit, shard_between, stacks_of
 from wf_transformers.families.table import (
     LATENTS,
     REFUSED,
@@ -124,8 +123,8 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
         if has_router_loss(model):
             RouterLoss(model, handle)
     _check_calls(model, handle)
-    vit = model.base_model
-    if isinstance(vit, ViTModel):
+    if is_vit(model):
+        vit: Any = model.base_model
         shard_between(handle, vit.embeddings, vit.layernorm)
 
 

@@ -20,7 +20,12 @@ from transformers import ViTConfig, ViTForImageClassification  # noqa: E402
 
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
-from tests.integrations.results import Result, assert_means_are, run_backward  # noqa: E402
+from tests.integrations.results import (  # noqa: E402
+    Result,
+    assert_means_are,
+    run_backward,
+    run_whole_batch,
+)
 from tests.integrations.transformers_models import (  # noqa: E402
     BERT_DROPOUT,
     BUILD_LOCK,
@@ -69,6 +74,20 @@ def test_vit_is_exact(size: int, recompute: bool) -> None:
         return run_on_images(model)
 
     assert_means_are(expected, run_registered(size, rank))
+
+
+def test_vit_takes_whole_batches_with_labels_as_trainers_call_it() -> None:
+    batch = {"pixel_values": images(), "labels": torch.tensor([0, 4, 2])}
+    models = [build("sdpa") for _ in range(3)]
+    expected = run_whole_batch(models[2], batch)
+
+    def rank(comm: Any) -> Result:
+        model = models[comm.rank]
+        handle = wf_transformers.attach_model(model, sequence_parallel(comm))
+        wf_transformers.WholeBatchHooks(model, handle)
+        return run_whole_batch(model, batch)
+
+    assert_means_are(expected, run_threads(2, rank))
 
 
 def test_remove_stops_sharding_the_patches() -> None:

@@ -13,6 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.vit.modeling_vit import ViTModel
 
 from wf_backends import SequenceParallel
 from wf_transformers.handle import Handle
@@ -43,7 +45,12 @@ def stacks_of(model: nn.Module) -> list[Any]:
 
 def is_cut_inside(module: nn.Module) -> bool:
     """Whether a Hugging Face model in `module` is cut inside, so that it takes whole batches."""
-    return any(stacks_of(model) for model in outermost(module))
+    return any(stacks_of(model) or is_vit(model) for model in outermost(module))
+
+
+def is_vit(model: PreTrainedModel) -> bool:
+    """Whether it is a ViT, whose patches are cut after they are embedded."""
+    return isinstance(model.base_model, ViTModel)
 
 
 def cut_stacks(model: nn.Module, handle: Handle) -> None:
