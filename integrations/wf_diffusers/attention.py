@@ -13,6 +13,7 @@ from torch import Tensor
 
 from wf_backends import SequenceParallel
 from wf_transformers import Handle, InPlaceOfTorchAttention
+from wf_transformers.attention.function import as_autocast
 
 BACKEND = "_attention_backend"  # attribute of processors that use diffusers' registry of backends
 
@@ -57,7 +58,7 @@ class Attention:
                 "causal attention is not supported: tokens are not in order over the ranks"
             )
         self.calls += 1
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
         return self.sp.attention(q, k, v, softmax_scale=scale, dropout_p=dropout_p).transpose(1, 2)
 
 

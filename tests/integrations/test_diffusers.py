@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 pytest.importorskip("diffusers", reason="diffusers is not installed")
 pytest.importorskip(
@@ -134,6 +135,34 @@ def test_recomputed_blocks_of_two_calls_get_the_rows_of_their_own_call() -> None
     results = run_threads(2, run_rank)
     for name, expected in grads_of(models[2]).items():
         assert_close(sum(grads[name] for grads in results) / 2, expected, name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_under_autocast_is_in_its_dtype(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen-Image gives it queries and keys in float32 beside values in bfloat16."""
+    monkeypatch.undo()  # float32 is meant here
+    (expected_model, kwargs), *models = (build(family) for _ in range(3))
+    kwargs = tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, kwargs)
+
+    def sample_of(model: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model.float()(**kwargs).sample.detach().float()
+
+    def run_rank(comm: Any) -> tuple[Tensor, set[torch.dtype]]:
+        sp, dtypes = sequence_parallel(comm), set[torch.dtype]()
+        attend = sp.attention
+        monkeypatch.setattr(
+            sp, "attention", lambda q, *a, **k: dtypes.add(q.dtype) or attend(q, *a, **k)
+        )
+        with wf_diffusers.attach(models[comm.rank][0], sp):
+            return sample_of(models[comm.rank][0]), dtypes
+
+    expected = sample_of(expected_model)
+    for sample, dtypes in run_threads(2, run_rank):
+        assert dtypes == {torch.bfloat16}
+        assert (sample - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -112,7 +112,7 @@ class Attention(Shared):
         unreliable = attention_mask is not None or query.shape[2] == 1
         causal = _is_causal(module, is_causal if is_causal or not unreliable else None)
         window = _window(module, sliding_window, causal)
-        q, k, v = (_as_autocast(x).transpose(1, 2) for x in (query, key, value))
+        q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
         options = {ours: kwargs.get(theirs) for theirs, ours in SCORE_OPTIONS.items()}
         options = {name: value for name, value in options.items() if value is not None}
         options |= self._mask_kwargs(module, attention_mask, causal, window, kwargs)
@@ -192,7 +192,7 @@ class Attention(Shared):
         self._layer_names.update((module, name) for name, module in model.named_modules())
 
 
-def _as_autocast(x: Tensor) -> Tensor:
+def as_autocast(x: Tensor) -> Tensor:
     """`x` in the dtype that torch's attention gets under torch.autocast; float64 stays as it is."""
     device = x.device.type
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
