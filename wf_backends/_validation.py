@@ -123,8 +123,8 @@ def parse_bytes(name: str, value: object) -> int:
         size = float(match[1]) * units.get(match[2].upper(), inf)
     if not isfinite(size):
         raise ValueError(
-            f'{name} must be a number of bytes or a size such as "20GB" or "20GiB", '
-            f"got {short(value)}"
+            f'{name} must be a number of bytes or a size with its unit, such as "20GB", "20GiB" '
+            f'or "26B", got {short(value)}'
         )
     return int(size)
 

