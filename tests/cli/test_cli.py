@@ -86,6 +86,9 @@ def test_doctor_lists_on_another_rank_only_what_is_broken(wallfacer, monkeypatch
     assert wallfacer("doctor") == (1, "", "rank 1: threads: none\n")
     findings.pop(0)
     assert wallfacer("doctor", "--json") == (0, "", "")
+    monkeypatch.delenv("OMPI_COMM_WORLD_RANK")  # left from another job
+    code, out, _ = wallfacer("doctor", "--json")
+    assert code == 0 and json.loads(out)[0]["name"] == "MPI"
 
 
 def test_bench_links_measures_once_and_then_reads_the_cache(wallfacer, tmp_path: Path) -> None:

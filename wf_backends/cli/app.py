@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
-
 import typer
 
 from wf_backends.cli.bench import bench
@@ -14,9 +11,9 @@ from wf_backends.cli.doctor import doctor
 from wf_backends.cli.explain import explain
 from wf_backends.cli.generate import generate
 from wf_backends.cli.links import bench_links
+from wf_backends.cli.options import launched_rank
 from wf_backends.cli.plan import plan
 from wf_backends.cli.verify import verify
-from wf_backends.launch import detect
 
 OF_A_JOB = ("bench", "bench-links", "doctor")  # these run on every rank that a launcher started
 app = typer.Typer(
@@ -31,12 +28,8 @@ app = typer.Typer(
 @app.callback()
 def run_once(context: typer.Context) -> None:
     """Exact long-context attention over many ranks: what to run on your cluster, and why."""
-    if context.invoked_subcommand in OF_A_JOB:
-        return
-    with suppress(ValueError):  # of variables that are left from another job
-        place = detect(os.environ)
-        if place.rank and place.launcher != "environment":
-            raise typer.Exit
+    if context.invoked_subcommand not in OF_A_JOB and launched_rank():
+        raise typer.Exit
 
 
 for command in (plan, explain, bench, bench_links, doctor, verify, chunk, generate, bench_hetero):

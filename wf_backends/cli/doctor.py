@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import asdict
 
@@ -11,10 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from wf_backends.cli.options import AsJson
+from wf_backends.cli.options import AsJson, launched_rank
 from wf_backends.cli.tables import print_json
 from wf_backends.cluster import check_up
-from wf_backends.launch import detect
 
 
 def doctor(as_json: AsJson = False) -> None:
@@ -26,7 +24,7 @@ def doctor(as_json: AsJson = False) -> None:
 
         wallfacer doctor
     """
-    findings, rank = list(check_up()), detect(os.environ).rank
+    findings, rank = list(check_up()), launched_rank()
     broken = [finding for finding in findings if finding.needed and not finding.works]
     if rank:
         for finding in broken:

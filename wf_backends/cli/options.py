@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -19,6 +20,7 @@ from wf_backends._validation import AUTO, one_of
 from wf_backends.cli.readers import read_model
 from wf_backends.cluster import KERNEL_NAMES, cache_folder
 from wf_backends.config import read_mask
+from wf_backends.launch import detect
 from wf_backends.lowering import ACTIVATION, FLOAT32, PARTIALS, Shape
 from wf_backends.planner import MIN_HALVINGS, Workload, draw_documents
 from wf_backends.schedule import LAYOUTS, make_mask
@@ -183,6 +185,14 @@ def check_file(option: str, path: Path | None, endings: tuple[str, ...] = ()) ->
 def cache_folder_of(cache_dir: Path | None) -> Path:
     """That of --cache-dir, or the usual one."""
     return cache_dir or cache_folder(os.environ)
+
+
+def launched_rank() -> int:
+    """The rank that a launcher gave this process; 0 if none did, or if its variables are wrong."""
+    with suppress(ValueError):
+        place = detect(os.environ)
+        return place.rank if place.launcher != "environment" else 0
+    return 0
 
 
 def added_hosts_note(count: int) -> str:
