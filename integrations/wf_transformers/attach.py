@@ -38,6 +38,7 @@ from wf_transformers.families.table import (
     modules_without_registry,
 )
 from wf_transformers.handle import Handle
+from wf_transformers.memory.tiles import recompute_with_documents
 from wf_transformers.models import (
     inner_models,
     row_of,
@@ -123,6 +124,7 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
         if has_router_loss(model):
             RouterLoss(model, handle)
     _check_calls(model, handle)
+    recompute_with_documents(model, handle)
     if is_vit(model):
         vit: Any = model.base_model
         shard_between(handle, vit.embeddings, vit.layernorm)

@@ -7,8 +7,20 @@ import torch
 
 pytest.importorskip("transformers")
 
+from torch import Tensor  # noqa: E402
+
 import wf_transformers  # noqa: E402
-from tests.integrations.transformers_models import batch, model_on_one_rank  # noqa: E402
+from tests.helpers import run_threads  # noqa: E402
+from tests.integrations.transformers_models import (  # noqa: E402
+    assert_close,
+    batch,
+    build,
+    gradients,
+    model_on_one_rank,
+    sequence_parallel,
+)
+from wf_backends.autochunk.tiling import Tiles, TrainingPlan, apply_training  # noqa: E402
+from wf_backends.comm import Communicator  # noqa: E402
 from wf_transformers.attention.documents import Documents  # noqa: E402
 from wf_transformers.batch import LAYERS_KEEP_KEYWORDS  # noqa: E402
 
@@ -36,6 +48,34 @@ def test_recomputed_layers_that_drop_keywords_need_checkpoint_kwargs() -> None:
         loss = model(**wf_transformers.forward_kwargs(model, PACKED)).logits.sum()
         with pytest.raises(ValueError, match="checkpoint_kwargs"):
             loss.backward()
+
+
+@pytest.mark.parametrize("tiled_first", [False, True])
+def test_layers_in_tiles_of_samples_know_their_documents_in_the_backward(
+    tiled_first: bool,
+) -> None:
+    packed = batch(2, 8, cu_seqlens=(0, 3, 8))
+    plan = TrainingPlan((Tiles("transformer.h.0", 0, 2),), 0, 0, 0.0)
+
+    def rank(comm: Communicator) -> list[dict[str, Tensor]]:
+        results = []
+        for tiled in (False, True):
+            model, sp = build("gpt2", "sdpa", {}), sequence_parallel(comm)
+            if tiled and tiled_first:
+                apply_training(model, plan)
+            with wf_transformers.attach(model, sp) as handle:
+                if tiled and not tiled_first:
+                    wf_transformers.apply_tiles(model, handle, plan)
+                local = handle.shard_batch(packed)
+                logits = model(**wf_transformers.forward_kwargs(model, local)).logits
+                handle.loss(logits, local["labels"]).backward()
+            results.append(gradients(model))
+        return results
+
+    for expected, grads in run_threads(2, rank):
+        assert grads.keys() == expected.keys()
+        for name, grad in grads.items():
+            assert_close(grad, expected[name], name)
 
 
 def test_a_failed_forward_leaves_no_documents_behind() -> None:

@@ -1,12 +1,13 @@
 """State of the running forward: its documents or mask slices, and how many rows this rank has.
 
-It is also known while a checkpointed layer is recomputed.
+It is also known while a checkpointed or tiled layer is recomputed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -107,6 +108,10 @@ class Documents:
             raise ValueError(OUTSIDE)
         return NO_DOCUMENTS
 
+    def recomputing(self) -> Callable[[], AbstractContextManager[None]]:
+        """What makes contexts with the scope of the running forward, for its recomputation."""
+        return partial(self.scope, *self.running) if self.running else nullcontext
+
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], ...]:
         """torch.utils.checkpoint's `context_fn`: recomputation runs in the scope of the forward."""
-        return nullcontext(), self.scope(*self.running) if self.running else nullcontext()
+        return nullcontext(), self.recomputing()()

@@ -17,7 +17,7 @@ from torch import nn
 
 from wf_backends._validation import check_block, positive
 from wf_backends.autochunk.graph import checked_budget
-from wf_backends.autochunk.tiling import TrainingPlan, apply_training, plan_training
+from wf_backends.autochunk.tiling import TiledCall, TrainingPlan, apply_training, plan_training
 from wf_transformers.calls import parameter_names
 from wf_transformers.handle import Handle
 from wf_transformers.memory.checkpoints import Checkpointing, planned_checkpoints
@@ -127,4 +127,13 @@ def apply_tiles(model: nn.Module, handle: Handle, plan: TrainingPlan | None) -> 
     LOG.info(plan.explain())
     tiled = apply_training(model, plan)
     handle.undo.callback(tiled.remove)
+    recompute_with_documents(model, handle)
     return [model.get_submodule(tile.module) for tile in tiled.tiles]
+
+
+def recompute_with_documents(model: nn.Module, handle: Handle) -> None:
+    """Let layers in tiles of samples know their documents when they are computed again."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, TiledCall):
+            handle.set(forward, "contexts", (handle.attention.documents.recomputing,))

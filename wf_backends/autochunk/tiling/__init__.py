@@ -6,6 +6,7 @@ refuses what computes with the number of rows; `training_peak` predicts memory o
 """
 
 from wf_backends.autochunk.tiling.handle import Handle
+from wf_backends.autochunk.tiling.tiled_call import TiledCall
 from wf_backends.autochunk.tiling.tiles import Tiles, modules_in_tiles, tile_modules
 from wf_backends.autochunk.tiling.training import (
     TrainingPlan,
@@ -16,6 +17,7 @@ from wf_backends.autochunk.tiling.training import (
 
 __all__ = [
     "Handle",
+    "TiledCall",
     "Tiles",
     "TrainingPlan",
     "apply_training",

@@ -12,7 +12,7 @@ the inputs, and f must not draw random numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from wf_backends._compile import eager
 from wf_backends.autochunk.graph import in_fake_run
 
 HALF = (torch.float16, torch.bfloat16)
+MakeContext = Callable[[], AbstractContextManager[Any]]
 _TENSOR = object()  # in the place of a tensor among the leaves of a call
 
 
@@ -62,10 +63,15 @@ class TiledCall:
     Args:
         fn: the module to compute, with the parameters that it uses. Its own hooks do not run.
         dim, tiles: as in `Tiles`.
+
+    Attributes:
+        contexts: functions that are called with each call of the module, and return what makes a
+            context in which its tiles are computed again.
     """
 
     def __init__(self, fn: nn.Module, dim: int, tiles: int) -> None:
         self.fn, self.dim, self.tiles = fn, dim, tiles
+        self.contexts: tuple[Callable[[], MakeContext], ...] = ()
         self.owners = _parameters_of(fn)
 
     @eager
@@ -137,7 +143,8 @@ class CallInTiles:
         self.rows = _rows(inputs, tiled.dim)
         self.is_cut = [_has_rows(x, tiled.dim, self.rows) for x in inputs]
         self.is_cut += [False] * len(tiled.owners)
-        self.autocast = _current_autocast(inputs[0].device.type)
+        self.contexts = [_current_autocast(inputs[0].device.type)]
+        self.contexts += [context() for context in tiled.contexts]
         self.result_leaves: list[Any] = []
         self.result_spec: TreeSpec | None = None
 
@@ -195,7 +202,8 @@ class _Tiled(torch.autograd.Function):
             parts = call.run([x.detach() for x in call.tile(tensors, first, rows)])
             _refuse_without_rows(parts, dim, rows)
             if first == 0:
-                results = [part.new_empty(_resized(part, dim, call.rows)) for part in parts]
+                shapes = [(*x.shape[:dim], call.rows, *x.shape[dim + 1 :]) for x in parts]
+                results = [x.new_empty(shape) for x, shape in zip(parts, shapes, strict=True)]
             for result, part in zip(results, parts, strict=True):
                 result.narrow(dim, first, rows).copy_(part)
         ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
@@ -214,7 +222,9 @@ class _Tiled(torch.autograd.Function):
             tile = call.tile(tensors, first, rows)
             sinks = [gradient and gradient.sink(dim, first, rows) for gradient in gradients]
             leaves = [_leaf(x, sink) for x, sink in zip(tile, sinks, strict=True)]
-            with torch.enable_grad(), call.autocast():
+            with torch.enable_grad(), ExitStack() as stack:
+                for context in call.contexts:
+                    stack.enter_context(context())
                 parts = call.run(leaves)
             roots = [
                 (part, grad.narrow(dim, first, rows))
@@ -277,10 +287,6 @@ def _has_rows(x: Tensor, dim: int, rows: int) -> bool:
     return x.dim() > dim and x.shape[dim] == rows
 
 
-def _resized(x: Tensor, dim: int, rows: int) -> tuple[int, ...]:
-    return (*x.shape[:dim], rows, *x.shape[dim + 1 :])
-
-
 def _refuse_without_rows(parts: Sequence[Tensor], dim: int, rows: int) -> None:
     for part in parts:
         if not _has_rows(part, dim, rows):
@@ -290,7 +296,7 @@ def _refuse_without_rows(parts: Sequence[Tensor], dim: int, rows: int) -> None:
             )
 
 
-def _current_autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
+def _current_autocast(device: str) -> MakeContext:
     """A function that gives the current autocast context, for the backward."""
     if not torch.amp.is_autocast_available(device):
         return nullcontext
