@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from tests.dense import dense_attention, largest
-from tests.helpers import ROOT, run_threads
+from tests.helpers import ROOT, run_processes, run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.comm import World
 from wf_backends.parallel.gradients import DoubleAverage, GradientMean
 from wf_backends.schedule.mask import make_mask
 
@@ -236,9 +238,30 @@ def test_parameters_that_differ_between_ranks_are_refused():
         run_threads(2, rank)
 
 
-def test_bucket_bytes_below_1_are_refused():
-    with pytest.raises(ValueError, match="bucket_bytes must be at least 1, got 0"):
-        GradientMean(bucket_bytes=0)
+@pytest.mark.parametrize("name", ("divisor", "bucket_bytes"))
+@pytest.mark.parametrize("value", (0, -1, 2.5, "8", True))
+def test_divisors_and_bucket_bytes_that_are_no_positive_integers_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be a positive integer, got {value!r}"):
+        GradientMean(World(1).comm(0), **{name: value})
+
+
+def test_sparse_gradients_are_refused():
+    embedding = nn.Embedding(3, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(NotImplementedError, match="give embeddings sparse=False"):
+        GradientMean(World(1).comm(0))(embedding.parameters())
+
+
+def shard_and_average(comm):
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    with pytest.raises(NotImplementedError, match="FSDP2 averages its gradients itself"):
+        GradientMean(comm)(model.parameters())
+
+
+@pytest.mark.processes
+def test_parameters_that_fsdp2_has_sharded_are_refused():
+    run_processes(2, shard_and_average)
 
 
 def test_a_group_that_is_no_multiple_of_a_sequences_ranks_is_refused():

@@ -5,12 +5,14 @@ Source: LSS Transformer's double gradient averaging, arXiv 2311.02382.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from wf_backends._validation import positive
 from wf_backends.comm import (
     ConsistencyCheck,
     fingerprint,
@@ -70,10 +72,10 @@ class GradientMean:
     def __init__(
         self, group: Any = None, divisor: int | None = None, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+        positive("bucket_bytes", bucket_bytes, maximum=sys.maxsize)
         self.comm = make_comm(group)
-        self.divisor = divisor or self.comm.size
+        self.divisor = self.comm.size if divisor is None else divisor
+        positive("divisor", self.divisor)
         self.bucket_bytes = bucket_bytes
         self._consistency = ConsistencyCheck(self.comm)
 
@@ -84,8 +86,15 @@ class GradientMean:
 
         Raises:
             ValueError: if the ranks pass different parameters.
+            NotImplementedError: for DTensors, and for sparse gradients.
         """
         trained = [p for p in dict.fromkeys(parameters) if p.requires_grad]  # tied ones once
+        # DTensors have to_local; their class is slow to import
+        if any(hasattr(p, "to_local") or getattr(p.grad, "is_sparse", False) for p in trained):
+            raise NotImplementedError(
+                "DTensors or sparse gradients: FSDP2 averages its gradients itself, leave the "
+                "mean out; give embeddings sparse=False"
+            )
         if not trained:
             return
         shapes = [(tuple(p.shape), str(p.dtype)) for p in trained]
