@@ -65,8 +65,7 @@ class TiledCall:
         dim, tiles: as in `Tiles`.
 
     Attributes:
-        contexts: functions that are called with each call of the module, and return what makes a
-            context in which its tiles are computed again.
+        contexts: called with each call; what they return makes contexts for its recomputation.
     """
 
     def __init__(self, fn: nn.Module, dim: int, tiles: int) -> None:
@@ -89,8 +88,7 @@ class TiledCall:
         return CallInTiles(self, leaves, spec), [*inputs, *self._parameters()]
 
     def _parameters(self) -> list[Tensor]:
-        """The current parameters: FSDP and ZeRO 3 exchange them around every call, FSDP1 for plain
-        attributes."""
+        """The current parameters: FSDP and ZeRO 3 exchange them, FSDP1 for plain attributes."""
         tensors = {
             key: vars(owner).get(name, owner._parameters.get(name))
             for key, (owner, name) in self.owners.items()
@@ -98,9 +96,8 @@ class TiledCall:
         for key in {**tensors, **_parameters_of(self.fn)}:
             if not isinstance(tensors.get(key), Tensor):
                 raise NotImplementedError(
-                    f"{key!r} was added to a tiled module, or removed from it: tile the model when "
-                    "it is complete, before DDP, FSDP or DeepSpeed wrap it. FSDP1 must not wrap "
-                    "parts of a tiled module, and needs use_orig_params=True"
+                    f"{key!r} was added to a tiled module, or removed: tile a complete model; FSDP1"
+                    " must wrap no part of a tiled module, and needs use_orig_params=True"
                 )
         return [*tensors.values()]
 
@@ -143,8 +140,7 @@ class CallInTiles:
         self.rows = _rows(inputs, tiled.dim)
         self.is_cut = [_has_rows(x, tiled.dim, self.rows) for x in inputs]
         self.is_cut += [False] * len(tiled.owners)
-        self.contexts = [_current_autocast(inputs[0].device.type)]
-        self.contexts += [context() for context in tiled.contexts]
+        self.contexts = [_current_autocast(inputs[0].device.type), *(c() for c in tiled.contexts)]
         self.result_leaves: list[Any] = []
         self.result_spec: TreeSpec | None = None
 
