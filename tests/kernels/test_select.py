@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -10,8 +11,14 @@ import torch
 from wf_backends.cluster.topology import KERNEL_NAMES
 from wf_backends.kernels import KernelSpec, select
 from wf_backends.kernels import flash as flash_module
+from wf_backends.kernels import sdpa as sdpa_module
 from wf_backends.kernels.sdpa import SdpaKernel
+from wf_backends.kernels.sdpa_cuda import Machine
 from wf_backends.kernels.select import KERNELS
+
+select_module = import_module(
+    "wf_backends.kernels.select"
+)  # the package's `select` is the function
 
 CPU = KernelSpec("cpu", torch.float32, head_dim=64, heads=8, kv_heads=2)
 CUDA = replace(CPU, device="cuda", dtype=torch.bfloat16)
@@ -71,6 +78,28 @@ def test_auto_is_flash_on_cuda_where_it_is_installed(version, flash_attn_version
         kernel = select("auto", spec)
         assert kernel.name == "flash"
         assert kernel.runs(spec) == "flash-attn 2"
+
+
+@pytest.mark.parametrize(
+    "changes, has_flash_3, expected",
+    [
+        ({}, False, "sdpa"),
+        ({}, True, "flash"),
+        ({"softcap": True}, False, "flash"),
+        ({"head_dim": 256}, False, "flash"),
+        ({"dtype": torch.float32}, False, "reference"),
+    ],
+    ids=["flash-attn 2", "flash-attn 3", "soft cap", "wide heads", "float32"],
+)
+def test_auto_is_sdpa_on_a_hopper_where_cudnn_is_faster_than_the_installed_flash_attn(
+    changes, has_flash_3, expected, flash_attn_version, monkeypatch
+):
+    flash_attn_version("2.8.3")
+    for module in (flash_module, select_module):
+        monkeypatch.setattr(module, "has_flash_3", lambda: has_flash_3)
+    hopper = Machine((2, 13), 91900, (9, 0), enabled=True, deterministic=False)
+    monkeypatch.setattr(sdpa_module, "machine", lambda device: hopper)
+    assert select("auto", replace(CUDA, **changes)).name == expected
 
 
 @pytest.mark.parametrize("version", [None, "2.6.3", "1.0.9"])

@@ -116,19 +116,19 @@ class FlashKernel(SplitKernel):
             return _DROPOUT_REFUSAL
         if refusal := flash_refuses(spec):
             return refusal
-        return None if _has_flash_3() and not spec.dropout else missing_flash_2()
+        return None if has_flash_3() and not spec.dropout else missing_flash_2()
 
     def runs(self, spec: KernelSpec) -> str:
         """See Kernel.runs."""
         if spec.dropout:
             return "flash-attn 2 and its own dropout"
-        return "flash-attn 3" if _has_flash_3() else "flash-attn 2"
+        return "flash-attn 3" if has_flash_3() else "flash-attn 2"
 
     def operators(self, q: Tensor, k: Tensor, scores: Scores, band: Band) -> Operators:
         """flash-attn 2 or 3, the same for every tile of a call; see SplitKernel.operators."""
         dropout = scores.dropout is not None
         if dropout not in self._loaded:
-            use_flash_3 = _has_flash_3() and not dropout
+            use_flash_3 = has_flash_3() and not dropout
             self._loaded[dropout] = flash_attn_3() if use_flash_3 else flash_attn_2(dropout)
         return self._loaded[dropout]
 
@@ -145,7 +145,7 @@ def missing_flash_2() -> str | None:
     return None
 
 
-def _has_flash_3() -> bool:
+def has_flash_3() -> bool:
     """Whether flash-attn 3 is installed and this GPU is a Hopper, for which it was written."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != _HOPPER:
         return False

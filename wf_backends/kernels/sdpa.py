@@ -99,6 +99,12 @@ def operators_for(q: Tensor, k: Tensor, band: Band) -> Operators:
     return cpu_operators() if needs_mask else _CPU_WITHOUT_MASK
 
 
+def full_tile_operators(spec: KernelSpec) -> tuple[Operators, str]:
+    """What `choose` gives a full tile of `spec` on CUDA."""
+    gpu, rows = machine(torch.device(spec.device)), CUDNN_MULTIPLE
+    return choose(CudaTile(gpu, spec.dtype, spec.max_head_dim, spec.heads, rows, rows, FULL))
+
+
 class SdpaKernel(SplitKernel):
     """The Kernel protocol on the operators behind torch's scaled_dot_product_attention.
 
@@ -140,9 +146,7 @@ class SdpaKernel(SplitKernel):
         """See Kernel.runs; on CUDA, where each tile has its own choice, that of a full tile."""
         if spec.device != "cuda":
             return f"torch's flash operators for {spec.device}"
-        gpu, rows = machine(torch.device(spec.device)), CUDNN_MULTIPLE
-        full_tile = CudaTile(gpu, spec.dtype, spec.max_head_dim, spec.heads, rows, rows, FULL)
-        return f"torch's operators for full tiles: {choose(full_tile)[1]}"
+        return f"torch's operators for full tiles: {full_tile_operators(spec)[1]}"
 
     def operators(self, q: Tensor, k: Tensor, scores: Scores, band: Band) -> Operators:
         """See SplitKernel.operators."""
