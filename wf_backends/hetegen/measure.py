@@ -62,12 +62,16 @@ def measure_rates(
         rates = Rates(link, FAST, FAST, call_seconds=call_seconds)
         return ShapedDevice(FAST, FAST, FAST) if streams is None else Accelerator(rates, streams)
 
-    def rate(run: Callable[[int], object]) -> float:
-        return weights[0].nbytes / _seconds_per_run(run, num_weights, clock, seconds)
+    def rate(run: Callable[[int], object], runs: int = num_weights) -> float:
+        return weights[0].nbytes / _seconds_per_run(run, runs, clock, seconds)
 
     def gemm(tokens: int, weights: list[Tensor]) -> Callable[[int], object]:
         x = torch.randn(tokens, width).to(weights[0])
         return lambda i: F.linear(x, weights[i])
+
+    def flops(weights: list[Tensor]) -> float:  # of few weights: such products read them once
+        flops_per_byte = 2.0 * MANY_TOKENS / weights[0].itemsize
+        return flops_per_byte * rate(gemm(MANY_TOKENS, weights), 2 * PINNED_BUFFERS)
 
     def copy(i: int) -> None:
         source = weights[i] if streams is None else pinned[i % PINNED_BUFFERS]
@@ -82,7 +86,6 @@ def measure_rates(
     in_call, between = split_seconds(alpha)
     host_beside_link = alpha * weights[0].nbytes / in_call
     link_beside_host = (1 - alpha) * weights[0].nbytes / (in_call + between)
-    flops_per_byte = 2.0 * MANY_TOKENS / weights[0].itemsize
     return Rates(
         link=link,
         host=host,
@@ -90,8 +93,8 @@ def measure_rates(
         memory=max(link_beside_host + host_beside_link, min(link, staging)),
         host_beside_link=min(host, host_beside_link),
         staging=staging,
-        host_flops=flops_per_byte * rate(gemm(MANY_TOKENS, weights)),
-        accelerator_flops=flops_per_byte * rate(gemm(MANY_TOKENS, device_weights)),
+        host_flops=flops(weights),
+        accelerator_flops=flops(device_weights),
         call_seconds=call_seconds,
     )
 
