@@ -46,6 +46,11 @@ class TokenHooks(WholeBatchHooks):
         super().__init__(model, handle, head="causal" if causal else "masked")
         self._tensor_parallel = tensor_parallel
 
+    def _logits_mode(self, asked: bool | None, trains: bool, labelled: bool) -> tuple[bool, bool]:
+        """What the base class says; GeminiDDP.eval() reaches the model's children alone."""
+        trains = trains and any(child.training for child in self.model.children())
+        return super()._logits_mode(asked, trains, labelled)
+
     def _cut_arguments(self, arguments: dict[str, Any], seqlen: int) -> dict[str, Any]:
         """Select by name: hidden states from the previous pipeline stage are already cut."""
         return {key: arguments[key] for key in BATCH_KEYS if arguments.get(key) is not None}

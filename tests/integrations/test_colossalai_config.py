@@ -89,6 +89,21 @@ def test_a_model_with_lora_has_the_loss_and_gradients_of_one_process() -> None:
     torch.testing.assert_close(mean, expected_grads, rtol=1e-4, atol=1e-6)
 
 
+def test_evaluation_that_reaches_only_the_models_children_gives_whole_logits() -> None:
+    """As GeminiDDP.eval() does: it leaves the model itself in training mode."""
+    models = [build("llama") for _ in range(2)]
+
+    def rank(comm: Any) -> torch.Size:
+        model = models[comm.rank]
+        attach(model, sequence_parallel(comm), TABLE)
+        for child in model.children():
+            child.eval()
+        with torch.no_grad():
+            return model(**batch("llama", "ragged", 0)).logits.shape
+
+    assert run_threads(2, rank) == [(1, 23, 256)] * 2
+
+
 @pytest.mark.parametrize("argument", ["output_hidden_states", "logits_to_keep"])
 def test_arguments_whose_result_would_cover_one_rank_alone_are_refused(argument: str) -> None:
     def rank(comm: Any) -> None:
