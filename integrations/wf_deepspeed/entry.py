@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
@@ -13,6 +13,8 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.tensor_parallel import init_utils
+from deepspeed.utils import groups as groups_of_deepspeed
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
@@ -83,7 +85,7 @@ def initialize_with(
     model = call.arguments["model"]
     handle, tiled_modules = _attach(model, sp, block, whole_batches)
     call.arguments["mpu"] = NeutralMpu(groups)
-    with handle.removed_on_error():
+    with handle.removed_on_error(), _mpu_for_one_engine():
         _gather_once_per_call(tiled_modules, handle)
         engine, optimizer, loader, scheduler = original(*call.args, **call.kwargs)
     engine.wallfacer = WallFacer(
@@ -92,6 +94,16 @@ def initialize_with(
     engine.dp_world_size = engine.wallfacer.data_parallel_size  # DeepSpeed's is None beside our mpu
     make_checkpoints_atomic(engine, engine.wallfacer)
     return engine, optimizer, loader, scheduler
+
+
+@contextmanager
+def _mpu_for_one_engine() -> Iterator[None]:
+    """Put back DeepSpeed's global mpu at the end: every later engine would have ours otherwise."""
+    mpu = groups_of_deepspeed.mpu
+    try:
+        yield
+    finally:
+        groups_of_deepspeed.mpu = mpu
 
 
 def _attach(
@@ -153,6 +165,12 @@ def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
     if isinstance(arguments.get("model"), deepspeed.PipelineModule):
         raise NotImplementedError(
             f'a PipelineModule together with "{KEY}" is not supported; use ZeRO'
+        )
+    tensor_parallel = init_utils._TP_MODEL_INIT_ARGS  # of the process, for every later engine
+    if tensor_parallel is not None and tensor_parallel["tp_size"] > 1:
+        raise NotImplementedError(
+            f'deepspeed.tp_model_init(tp_size={tensor_parallel["tp_size"]}) together with "{KEY}" '
+            "is not supported; remove one"
         )
     if not isinstance(arguments.get("model"), nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(arguments.get('model'))}")

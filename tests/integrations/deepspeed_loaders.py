@@ -67,6 +67,10 @@ def main(out: str) -> None:
     result["missing_count_error"] = missing_count_error(wallfacer)
     engine.set_train_batch_size(16)
     result["accumulation_of_16_samples"] = engine.gradient_accumulation_steps()
+    plain, keys = tiny_llama(), {key: CONFIG[key] for key in CONFIG if key != "wallfacer"}
+    later, *_ = deepspeed.initialize(model=plain, model_parameters=plain.parameters(), config=keys)
+    later.set_train_batch_size(16)
+    result["accumulation_of_a_later_engine"] = later.gradient_accumulation_steps()
     with open(f"{out}.{dist.get_rank()}.json", "w") as file:
         json.dump(result, file)
     dist.barrier()

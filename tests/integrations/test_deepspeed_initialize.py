@@ -18,6 +18,7 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=I
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
 import deepspeed  # noqa: E402
+from deepspeed.runtime.tensor_parallel import init_utils  # noqa: E402
 
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
@@ -68,6 +69,14 @@ def test_groups_beside_the_block_are_refused(name: str) -> None:
             (),
             {"config": CONFIG, name: (1, 2), "model": nn.Linear(1, 1)},
         )
+
+
+def test_tensor_parallelism_by_tp_model_init_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed remembers the call, and shards the model in every later initialize."""
+    monkeypatch.setattr(init_utils, "_TP_MODEL_INIT_ARGS", None)  # put back at the end
+    init_utils.record_tp_model_init_args(2, torch.float32, None, None)
+    with pytest.raises(NotImplementedError, match=r"tp_model_init\(tp_size=2\).*wallfacer"):
+        initialize_with(arguments_of_initialize, (), {"config": CONFIG, "model": nn.Linear(1, 1)})
 
 
 def test_a_model_that_is_not_a_module_is_refused() -> None:
@@ -177,6 +186,12 @@ def test_a_new_batch_size_of_the_engine_is_counted_over_groups(
 ) -> None:
     """16 samples: two for each of two groups, four times."""
     assert [rank["accumulation_of_16_samples"] for rank in loaders] == [4] * 4
+
+
+@pytest.mark.processes
+def test_a_later_engine_without_the_block_is_deepspeeds_own(loaders: list[dict[str, Any]]) -> None:
+    """16 samples: two for each of four ranks, twice."""
+    assert [rank["accumulation_of_a_later_engine"] for rank in loaders] == [2] * 4
 
 
 @pytest.mark.processes
