@@ -121,6 +121,23 @@ def test_batches_that_rank_0_dispatches_are_refused() -> None:
             accelerator.prepare(loader)
 
 
+def test_the_loaders_of_two_connected_models_count_a_group_once() -> None:
+    accelerator, loader = Accelerator(cpu=True), torch.utils.data.DataLoader(list(range(4)))
+    with (
+        patch.object(Accelerator, "num_processes", 4),
+        patch.object(Accelerator, "process_index", 3),
+        patch.object(accelerate.accelerator, "prepare_data_loader") as prepare,
+        wf_accelerate.counted_by_group(accelerator, lambda: 2),
+        wf_accelerate.counted_by_group(accelerator, lambda: 2),
+    ):
+        accelerator.prepare_data_loader(loader)
+        with pytest.raises(ValueError, match="size 4 beside 2"):
+            with wf_accelerate.counted_by_group(accelerator, lambda: 4):
+                pass
+    options = prepare.call_args.kwargs
+    assert (options["num_processes"], options["process_index"]) == (2, 1)
+
+
 def test_whole_logits_are_those_of_an_evaluation_without_predictions_too(tmp_path: Path) -> None:
     """TRL 0.19's SFTTrainer reads them there, beside the labels."""
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])

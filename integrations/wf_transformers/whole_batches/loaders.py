@@ -19,6 +19,7 @@ from torch import Tensor
 from wf_transformers.replace import temporarily_replace
 
 Function = Callable[..., Any]
+GROUP = "wallfacer_ranks"  # attribute of a replaced method: returns the number of ranks in a group
 
 
 @contextmanager
@@ -29,10 +30,20 @@ def counted_by_group(owner: Any, size: Callable[[], int]) -> Iterator[None]:
     Args:
         owner: an Accelerator, or the class for all of them.
         size: returns the number of ranks in a group of consecutive ranks; called every time.
+
+    Raises:
+        ValueError: if they count groups of another size already (another model was connected).
     """
     with ExitStack() as stack:
         for method, functions in FUNCTIONS.items():
+            earlier = getattr(getattr(owner, method), GROUP, None)
+            if earlier is not None and earlier() != size():
+                raise ValueError(
+                    f"sequence_parallel_size {size()} beside {earlier()} of a model that was "
+                    f"connected earlier: the loaders of one Accelerator serve groups of one size"
+                )
             stack.enter_context(temporarily_replace(owner, method, partial(_run, functions, size)))
+            setattr(getattr(owner, method), GROUP, size)
         yield
 
 
@@ -43,9 +54,12 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a method of an Accelerator, with `functions` in place of those of its module."""
+    """Call a method of an Accelerator, with `functions` in place of those of its module, once if
+    several models were connected."""
     import accelerate.accelerator
 
+    while hasattr(method, GROUP):
+        method = method.__wrapped__  # type: ignore[attr-defined]
     ranks = size()
     with ExitStack() as stack:
         for name, function in functions.items() if ranks > 1 else ():
