@@ -141,6 +141,27 @@ def test_a_rank_0_that_does_not_come_is_named(set_environ):
         launch.init(timeout=1)
 
 
+def test_ranks_meet_and_agree_whatever_number_of_restarts_their_agents_count():
+    """torchrun's agent of a host counts only the failures of its own ranks."""
+    store = dist.HashStore()
+
+    def meet(rank: int, restart: int, timeout: float = 20.0) -> tuple[dist.Store, Place]:
+        place = Place("torchrun", rank, 2, rank, 2, "here", 1, restart, agent_store=True)
+        return rendezvous.meet(store, place, timeout)
+
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] did not come"):
+        meet(0, 0, timeout=0.1)  # leaves its name of an attempt
+    for attempt, restarts in enumerate([(0, 0), (1, 0), (1, 2)]):
+        with ThreadPoolExecutor() as pool:
+            other = pool.submit(meet, 1, restarts[1])
+            time.sleep(0.05)  # rank 1 sees what is left from the attempt before
+            mine, my_place = meet(0, restarts[0])
+            mine.set("attempt", str(attempt))
+            others, other_place = other.result()
+        assert others.get("attempt").decode() == str(attempt)
+        assert my_place.restart == other_place.restart == max(restarts)
+
+
 def test_a_process_without_a_launcher_is_a_job_of_one_rank(set_environ):
     set_environ()
     before = dict(os.environ)

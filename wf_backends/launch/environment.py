@@ -28,7 +28,7 @@ class Place:
     """Host on which the store of the rendezvous listens."""
     port: int | None = None
     restart: int = 0
-    """How often torchrun has restarted the job; keys of earlier attempts are stale."""
+    """How often torchrun has restarted the job, as the agent of this host counts."""
     agent_store: bool = False
     """Whether torchrun itself listens at address:port; then rank 0 must not."""
 

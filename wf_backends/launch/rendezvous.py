@@ -6,11 +6,14 @@ name the ranks that are missing. And it does not know MPI.
 
 from __future__ import annotations
 
+import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from wf_backends.comm import gather_texts, in_time, make_comm
 from wf_backends.launch.environment import Place
 
+ATTEMPT, MET = "attempt", "met"  # keys: the name of rank 0's attempt, and who came to it
+LOOK_S = 1.0  # after which a rank looks whether rank 0 has begun another attempt
 GRACE_S = 5.0  # in which a wait with a timeout ends by itself
 
 
@@ -90,21 +95,22 @@ def _outward_address() -> str:
 def meet(store: Store, place: Place, timeout: float) -> tuple[Store, Place]:
     """Wait for all ranks. Returns the part of the store for this group, and the completed place.
 
-    Keys of an earlier attempt under torchrun, or of a group that was closed, are never read.
+    Keys of an earlier attempt under torchrun, or of a group that was closed, are never taken for
+    those of this one. torchrun's own count of restarts may differ between hosts: it counts only
+    failures of the host's own ranks. The place gets the largest, or the starts that rank 0 counts.
 
     Raises:
         RuntimeError: if ranks do not join within the timeout, naming them.
     """
-    store = PrefixStore(f"wallfacer/restart {place.restart}", store)
-    visit = store.add(f"visits of {place.rank}", 1)
-    store = PrefixStore(f"visit {visit}", store)
-    store.set(f"host of {place.rank}", socket.gethostname())
     keys = [f"host of {rank}" for rank in range(place.world_size)]
     me = f"rank {place.rank} of {place.world_size} ({place.launcher})"
+    store = PrefixStore("wallfacer", store)
+    join = _call_ranks if place.rank == 0 else _join_rank_0
     try:
-        in_time(lambda: store.wait(keys, timedelta(seconds=timeout)), timeout + GRACE_S)
+        store = in_time(lambda: join(store, place, keys, timeout), timeout + GRACE_S)
     except dist.DistStoreError as error:
-        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        part = _part(store, store.get(ATTEMPT).decode()) if store.check([ATTEMPT]) else None
+        late = [rank for rank, key in enumerate(keys) if part and not part.check([key])] or [0]
         raise RuntimeError(
             f"{me} waited {timeout:g} s at {place.address}:{place.port}: ranks {late} did not come"
         ) from error
@@ -113,9 +119,50 @@ def meet(store: Store, place: Place, timeout: float) -> tuple[Store, Place]:
             f"{me} waited for all ranks, and rank 0, which holds the store at "
             f"{place.address}:{place.port}, has ended: {error}"
         ) from error
+    place = replace(place, restart=int(store.get(MET).decode().split()[0]))
     if place.local_rank is None or place.local_size is None:  # reads P keys on each of P ranks
-        place = with_local(place, [store.get(key).decode() for key in keys])
+        place = with_local(place, [store.get(key).decode().split(" ", 2)[2] for key in keys])
     return store, place
+
+
+def _part(store: Store, attempt: str) -> Store:
+    return PrefixStore(f"attempt {attempt}", store)
+
+
+def _call_ranks(store: Store, place: Place, keys: list[str], timeout: float) -> Store:
+    """As rank 0: name a new attempt, and confirm the processes that come to it."""
+    attempt = uuid4().hex
+    part = _part(store, attempt)
+    is_first = store.add(f"meetings of {socket.gethostname()} {os.getpid()}", 1) == 1
+    starts = store.add("starts", int(is_first))  # of rank 0 under this agent of torchrun
+    part.set(keys[0], f"{attempt} {max(place.restart, starts - 1)} {socket.gethostname()}")
+    store.set(ATTEMPT, attempt)
+    part.wait(keys, timedelta(seconds=timeout))
+    came = [part.get(key).decode().split(" ", 2) for key in keys]
+    restart = max(int(restart) for _, restart, _ in came)
+    part.set(MET, " ".join([str(restart), *(process for process, _, _ in came)]))
+    return part
+
+
+def _join_rank_0(store: Store, place: Place, keys: list[str], timeout: float) -> Store:
+    """As another rank: come to rank 0's attempt, until one has confirmed this very process.
+
+    The name found first may be left from an attempt that has ended.
+    """
+    process, end = uuid4().hex, time.monotonic() + timeout
+    store.wait([ATTEMPT], timedelta(seconds=timeout))
+    while True:
+        part = _part(store, store.get(ATTEMPT).decode())
+        part.set(keys[place.rank], f"{process} {place.restart} {socket.gethostname()}")
+        try:
+            part.wait([MET], timedelta(seconds=LOOK_S))
+            if process in part.get(MET).decode().split():
+                return part
+            time.sleep(LOOK_S)
+        except dist.DistStoreError:
+            pass
+        if time.monotonic() > end:
+            raise dist.DistStoreError("rank 0 did not confirm this process")
 
 
 def with_local(place: Place, hosts: Sequence[str]) -> Place:
