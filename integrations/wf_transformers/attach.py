@@ -24,13 +24,20 @@ from wf_transformers.calls import (
     refuse_call,
     refuse_inner_call,
     refuse_media,
+    refuse_partial_states,
     takes_any_keyword,
     tokens_of,
 )
 from wf_transformers.families.experts import RouterLoss, has_router_loss
 from wf_transformers.families.media import hook_media, language_model, media_of
 from wf_transformers.families.mixing import has_mixers, refuse_unspreadable, spread_mixers
-from wf_transformers.families.stacks import cut_stacks, is_vit, shard_between, stacks_of
+from wf_transformers.families.stacks import (
+    cut_stacks,
+    is_cut_inside,
+    is_vit,
+    shard_between,
+    stacks_of,
+)
 from wf_transformers.families.table import (
     LATENTS,
     REFUSED,
@@ -169,7 +176,7 @@ def _check_calls(model: PreTrainedModel, handle: Handle) -> None:
     """Check the arguments of every call of the model, and scope the documents of the call."""
     attention = handle.attention
     names, takes_kwargs = parameter_names(model), takes_any_keyword(model)
-    has_stacks = bool(stacks_of(model))
+    has_stacks, cut_inside = bool(stacks_of(model)), is_cut_inside(model)
 
     def check(args: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:
         arguments = by_name(names, args, kwargs)
@@ -181,6 +188,8 @@ def _check_calls(model: PreTrainedModel, handle: Handle) -> None:
             refuse_call(model, split, names, attention.logits_are_whole)
             if media_of(model) is None:
                 refuse_media(model, split)
+            if cut_inside:
+                refuse_partial_states(model, arguments)
             tokens = tokens_of(split)
             attention.documents.expect(0 if tokens is None else tokens.shape[1])
             if tokens is None:
@@ -202,10 +211,13 @@ def _check_calls(model: PreTrainedModel, handle: Handle) -> None:
 
 def _check_inner_models(model: PreTrainedModel, handle: Handle) -> None:
     """Check calls of the models inside `model`: scripts may call them for hidden states."""
+    cut_inside = is_cut_inside(model)
 
     def check(inner: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
         arguments = by_name(parameter_names(inner), args, kwargs)
         running = handle.attention.documents.running
+        if cut_inside:
+            refuse_partial_states(inner, arguments)
         if running is None or running.rows != 0:  # with rows == 0 attention raises by itself
             refuse_inner_call(inner, arguments, handle.attention.logits_are_whole)
 

@@ -111,6 +111,16 @@ def refuse_media(model: nn.Module, arguments: Mapping[str, Any]) -> None:
         raise NotImplementedError(f"{name} was called with {media} beside tokens: {NOT_CUT}")
 
 
+def refuse_partial_states(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Refuse a call for hidden states, which would be of this rank's tokens beside whole outputs.
+
+    Raises:
+        NotImplementedError: naming the argument.
+    """
+    if wants_output(HIDDEN_STATES, model, arguments):
+        raise NotImplementedError(PARTIAL_STATES)
+
+
 def refuse_inner_call(
     model: nn.Module, arguments: Mapping[str, Any], logits_are_whole: bool
 ) -> None:
@@ -120,8 +130,8 @@ def refuse_inner_call(
         NotImplementedError: for hidden states of one rank together with logits of all.
         ValueError: if tokens come without the arguments that `forward_kwargs` returns.
     """
-    if logits_are_whole and wants_output(HIDDEN_STATES, model, arguments):
-        raise NotImplementedError(PARTIAL_STATES)
+    if logits_are_whole:
+        refuse_partial_states(model, arguments)
     if tokens_of(arguments) is not None:
         _refuse_tokens(type(model).__name__, arguments, parameter_names(model))
 

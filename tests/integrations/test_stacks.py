@@ -210,6 +210,17 @@ def test_a_shard_of_the_batch_is_refused() -> None:
     run_attached(CASES["bart"], 2, check)
 
 
+@pytest.mark.parametrize("name", ["bart", "t5", "whisper", "clip"])
+def test_hidden_states_of_a_rank_are_refused(name: str) -> None:
+    def check(model: Any, _: Any) -> None:
+        with pytest.raises(
+            NotImplementedError, match="output_hidden_states=True: they would be of"
+        ):
+            model(**CASES[name].batch, output_hidden_states=True)
+
+    run_attached(CASES[name], 2, check)
+
+
 def test_padding_on_the_left_is_refused() -> None:
     left_padding = RAGGED["attention_mask"].flip(1)
 
