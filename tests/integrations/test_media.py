@@ -121,6 +121,19 @@ def test_whole_batches_are_exact(family: str, size: int) -> None:
     assert_means_are(expected, run_threads(size, rank))
 
 
+def test_the_number_of_labels_divides_the_loss_of_a_whole_batch_as_on_one_device() -> None:
+    """As the Trainer of transformers 5 passes it; models of transformers 4 ignore it."""
+    inputs = media_batch("llava") | {"num_items_in_batch": torch.tensor(50)}
+    expected = run_whole_batch(build("llava"), inputs)
+
+    def rank(comm: Any) -> Result:
+        sp, model = sequence_parallel(comm), build("llava")
+        WholeBatchHooks(model, wf_transformers.attach_model(model, sp), whole_logits=True)
+        return run_whole_batch(model, inputs)
+
+    assert_means_are(expected, run_threads(2, rank))
+
+
 @pytest.mark.parametrize(("layout", "count"), [("zigzag", 3), ("contiguous", 1)])
 @pytest.mark.parametrize("family", MODELS)
 def test_images_of_a_rank_are_not_compared_as_if_they_were_rows_of_its_tokens(

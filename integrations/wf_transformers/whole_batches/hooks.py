@@ -148,7 +148,7 @@ class WholeBatchHooks:
         others = {k: v for k, v in arguments.items() if k not in batch}
         local = self._shard(batch)
         keep_padding_in_range(model, local, seqlen)
-        num_items = None if custom_loss or self._media else others.pop("num_items_in_batch", None)
+        num_items = None if custom_loss else others.pop("num_items_in_batch", None)
         num_items = num_items if fused_head or self._divides_by_items else None
         self._call = Call(seqlen, local, num_items, *logits_mode, fused_head, custom_loss)
         self.handle.attention.logits_are_whole, self._head_called = custom_loss, False
