@@ -17,6 +17,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed", exc_type
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
 import accelerate.accelerator  # noqa: E402
+import accelerate.scheduler  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
@@ -42,7 +43,7 @@ def test_remove_restores_the_model_and_the_accelerator() -> None:
     with wf_accelerate.connect(model, accelerator, {"sequence_parallel_size": 1}):
         assert model(ids, labels=ids).loss.item() == pytest.approx(expected.item(), rel=1e-6)
         added = set(vars(accelerator)) - set(attributes)
-        assert added == {"prepare_data_loader", "gather_for_metrics"}
+        assert added == {"prepare_data_loader", "prepare_scheduler", "gather_for_metrics"}
     assert vars(accelerator) == attributes and vars(accelerate.accelerator) == functions
     assert not model._forward_pre_hooks and not model._forward_hooks
 
@@ -136,6 +137,19 @@ def test_the_loaders_of_two_connected_models_count_a_group_once() -> None:
                 pass
     options = prepare.call_args.kwargs
     assert (options["num_processes"], options["process_index"]) == (2, 1)
+
+
+def test_a_prepared_scheduler_makes_a_step_for_each_group() -> None:
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(tiny_llama().parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step))
+    with wf_accelerate.counted_by_group(accelerator, lambda: 2):
+        optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
+    with patch.object(accelerate.scheduler, "AcceleratorState") as state:
+        state.return_value.num_processes = 4
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.get_last_lr() == [2.0]
 
 
 def test_whole_logits_are_those_of_an_evaluation_without_predictions_too(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""Makes accelerate's loaders and gathers count groups of ranks instead of ranks.
+"""Makes accelerate's loaders, schedulers and gathers count groups of ranks instead of ranks.
 
 The ranks of a group have the same samples. accelerate has no setting for such groups except its own
-parallelisms. So while `prepare_data_loader` or `gather_for_metrics` of its Accelerator runs, the
-functions that they call are replaced by functions that count groups. This is the only place that
-does so; docs/limits.md lists it.
+parallelisms. So while methods of its Accelerator or a scheduler's `step` run, the functions that
+they call are replaced by functions that count groups. This is the only place that does so;
+docs/limits.md lists it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -105,9 +105,27 @@ def _gather_object(size: int, original: Function, objects: Any, **kwargs: Any) -
     return original(objects if is_first else [], **kwargs)
 
 
+def _scheduler(size: int, original: Function, *args: Any, **kwargs: Any) -> Any:
+    """accelerate's scheduler: it makes a step for each process, here for each group."""
+    scheduler = original(*args, **kwargs)
+    scheduler.step = partial(_step_by_group, size, scheduler.step)
+    return scheduler
+
+
+def _step_by_group(size: int, step: Function, *args: Any, **kwargs: Any) -> None:
+    import accelerate.scheduler
+
+    def by_group(state: Function) -> SimpleNamespace:
+        return SimpleNamespace(num_processes=state().num_processes // size)
+
+    with temporarily_replace(accelerate.scheduler, "AcceleratorState", by_group):
+        step(*args, **kwargs)
+
+
 FUNCTIONS: Mapping[str, Mapping[str, Function]] = MappingProxyType(
     {
         "prepare_data_loader": {"prepare_data_loader": _prepare_data_loader},
+        "prepare_scheduler": {"AcceleratedScheduler": _scheduler},
         "gather_for_metrics": {"gather": _gather, "gather_object": _gather_object},
     }
 )
