@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,15 +21,19 @@ WIDTH = 16
 
 
 class Attention(nn.Module):
-    """`scale` and `scales` are plain attributes, as PEFT's `_active_adapter` and `scaling`."""
+    """`scale` and `scales` are plain attributes, as PEFT's `_active_adapter` and `scaling`; `shift`
+    is a weight that may be missing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.out = nn.Linear(WIDTH, WIDTH)
         self.scale, self.scales = 1.0, {"default": 1.0}
+        self.register_buffer("shift", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.out((x @ x.transpose(-1, -2)).softmax(-1) @ x)
+        if self.shift is not None:
+            hidden = hidden + self.shift
         return hidden * self.scale * self.scales["default"]
 
 
@@ -73,7 +78,17 @@ def change_number_in_a_dict(model: nn.Sequential) -> None:
     model[0].scales["default"] = 2.0
 
 
+def remove_bias(model: nn.Sequential) -> None:
+    model[0].out.bias = None
+
+
+def add_buffer(model: nn.Sequential) -> None:
+    model[0].shift = torch.ones(WIDTH)
+
+
 CHANGES = [
+    remove_bias,
+    add_buffer,
     change_number,
     change_number_in_a_dict,
     replace_linear,
@@ -93,6 +108,45 @@ def test_changed_submodule_is_used(change: Callable[[nn.Sequential], None]) -> N
     change(model)
     with torch.no_grad():
         torch.testing.assert_close(chunked(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_are_no_longer_tied_are_read_from_both_modules() -> None:
+    model, x = two_layers(), hidden_states()
+    model[1].out.weight = model[0].out.weight
+    chunked = autochunk(model, (x,), max_memory=0.5, max_slowdown=ANY_SLOWDOWN)
+    assert chunked.plan.regions
+    model[1].out.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    with torch.no_grad():
+        torch.testing.assert_close(chunked(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+class WholeWeight(torch.Tensor):
+    """A weight that cannot be sliced, such as a quantized one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.Tensor.narrow
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result.as_subclass(cls) if func is torch.Tensor.detach else result
+
+
+class GatedLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(WIDTH, 4096), nn.Linear(WIDTH, 4096)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x) * torch.sigmoid(self.gate(x))
+
+
+def test_weight_that_was_quantized_after_planning_is_not_sliced() -> None:
+    model, x = GatedLinear().eval().requires_grad_(False), torch.randn(1, WIDTH)
+    chunked = autochunk(model, (x,), max_slowdown=1e4)
+    assert chunked.plan.regions
+    for linear in (model.up, model.gate):
+        linear.weight = nn.Parameter(linear.weight.as_subclass(WholeWeight), requires_grad=False)
+    torch.testing.assert_close(chunked(x), model(x))
 
 
 def write_into_weight(model: nn.Sequential) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.overrides import has_torch_function
 from torch.utils import _pytree as pytree
 
 from wf_backends._validation import of_type
@@ -228,16 +229,22 @@ def _value(leaf: object) -> tuple[type, object]:
 
 
 def _state(model: nn.Module) -> list[Any]:
-    """What a graph contains of the model besides weights: its modules, their modes and other plain
-    attributes, forwards that replace a class's, and the ids of inner modules' hooks, which torch
-    never gives twice."""
+    """What a graph contains of the model besides the values of weights: its modules, their modes
+    and other plain attributes, forwards that replace a class's, the ids of inner modules' hooks,
+    which torch never gives twice; which weights there are, which of them are one, and which are
+    subclasses that compute their own products."""
     state: list[Any] = []
+    first = dict[int, int]()  # the number of each weight by its id
     for module in model.modules():
         own = {k: _plain(x) for k, x in vars(module).items() if k not in _NOT_READ}
         state.append({name: x for name, x in own.items() if x is not None})
         if module is not model:
             state += module, vars(module).get("forward")
             state += *module._forward_pre_hooks, *module._forward_hooks
+        for name, weight in (*module._parameters.items(), *module._buffers.items()):
+            if weight is not None:
+                number = first.setdefault(id(weight), len(first))
+                state.append((name, number, has_torch_function((weight,))))
     return state
 
 
