@@ -87,6 +87,17 @@ def test_threads_plan_one_after_another_and_leave_the_process_as_it_was() -> Non
     assert (sys.stdout, torch.compiler.is_compiling) == before
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_new_lengths_are_planned_under_torch_compile(dynamic: bool | None) -> None:
+    """The compiler does not trace the planning itself, with sizes that are symbols."""
+    model = nn.Sequential(Attention(), nn.Linear(16, 16))
+    compiled = torch.compile(
+        chunk(model, torch.randn(1, 256, 16)), dynamic=dynamic, backend="eager"
+    )
+    for rows in (256, 250, 240):
+        assert_equal_outputs(model, compiled, torch.randn(1, rows, 16))
+
+
 class Multiplies(nn.Module):
     def forward(self, x: Tensor, factor: float) -> tuple[Tensor, Tensor, float]:
         return attention(x), torch.ones(1, dtype=torch.long) * factor, factor

@@ -146,7 +146,8 @@ class ChunkedForward:
         planned = self._planned.get(_input_form(leaves, spec))
         weights = planned.captured.read_weights() if planned else None
         if planned is None or weights is None:  # a new form of inputs, or a model that was cast
-            planned = self.prepare(chunked, args, kwargs)
+            prepare: Any = torch.compiler.disable(self.prepare)
+            planned = cast(Planned, prepare(chunked, args, kwargs))
             weights = planned.captured.read_weights()
         if not planned.plan.saved:  # a graph without regions may save memory, too: it frees sooner
             return run_whole(*args, **kwargs)
@@ -234,7 +235,7 @@ def _state(model: nn.Module) -> list[Any]:
     which torch never gives twice; which weights there are, which of them are one, and which are
     subclasses that compute their own products."""
     state: list[Any] = []
-    first = dict[int, int]()  # the number of each weight by its id
+    first: dict[int, int] = {}  # the number of each weight by its id
     for module in model.modules():
         own = {k: _plain(x) for k, x in vars(module).items() if k not in _NOT_READ}
         state.append({name: x for name, x in own.items() if x is not None})
