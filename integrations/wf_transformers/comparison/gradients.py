@@ -32,7 +32,8 @@ def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 def is_partitioned(p: nn.Parameter) -> bool:
     """Whether an engine keeps only a part of the parameter on this rank."""
-    return isinstance(p, DTensor) or hasattr(p, "ds_id") or type(p).__name__ == "ColoParameter"
+    is_marked = hasattr(p, "ds_id") or hasattr(p, "_fsdp_flattened")  # ZeRO 3, FSDP1
+    return is_marked or isinstance(p, DTensor) or type(p).__name__ == "ColoParameter"
 
 
 def summary(gradient: Tensor) -> Tensor:
