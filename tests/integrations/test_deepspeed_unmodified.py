@@ -41,6 +41,25 @@ with wf_deepspeed.without_shared_memory_op():
 RING = {"sequence_parallel_size": 2, "route": {"name": "ring"}}
 
 
+PREPARED_SCHEDULER = """
+from unittest.mock import patch
+import accelerate.scheduler, torch, wf_accelerate, wf_deepspeed
+from accelerate import Accelerator, DeepSpeedPlugin
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
+accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step))
+with wf_accelerate.counted_by_group(accelerator, lambda: 2):
+    with wf_deepspeed.without_shared_memory_op():
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+with patch.object(accelerate.scheduler, "AcceleratorState") as state:
+    state.return_value.num_processes = 4
+    scheduler.step()
+assert scheduler.get_last_lr() == [2.0], scheduler.get_last_lr()
+"""
+
+
 def train_without_wallfacer(folder: Path, ranks: int, accumulation: int) -> dict[str, Any]:
     """Run the script without DeepSpeed, under torch's DDP if there are several ranks."""
     out = folder / f"{ranks}.json"
@@ -84,6 +103,12 @@ def test_a_trainer_trains_as_without_wallfacer(
     logits, expected_logits = (torch.tensor(result["logits"]) for result in (actual, expected))
     assert logits.shape == expected_logits.shape and len(logits) == NUM_EVALUATED
     assert_logits_close(logits, expected_logits)
+
+
+def test_a_scheduler_that_accelerate_prepares_beside_deepspeed_makes_a_step_for_each_group() -> (
+    None
+):
+    run_ranks(["-c", PREPARED_SCHEDULER], 1)
 
 
 def test_opened_restores_the_functions_that_it_replaces() -> None:
