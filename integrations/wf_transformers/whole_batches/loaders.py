@@ -126,7 +126,6 @@ FUNCTIONS: Mapping[str, Mapping[str, Function]] = MappingProxyType(
     {
         "prepare_data_loader": {"prepare_data_loader": _prepare_data_loader},
         "prepare_scheduler": {"AcceleratedScheduler": _scheduler},
-        "_prepare_deepspeed": {"AcceleratedScheduler": _scheduler},
         "gather_for_metrics": {"gather": _gather, "gather_object": _gather_object},
     }
 )
