@@ -21,20 +21,17 @@ from wf_backends.schedule import Band
 class KernelSpec:
     """The properties of an attention call by which a kernel is selected."""
 
-    device: str
-    """torch device type: "cpu" or "cuda"."""
+    device: str  # torch device type: "cpu" or "cuda"
     dtype: torch.dtype
     head_dim: int
     heads: int
     kv_heads: int
-    value_dim: int | None = None
-    """head_dim of the values; None = that of queries and keys."""
+    value_dim: int | None = None  # head_dim of the values; None = that of queries and keys
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
     position_bias: bool = False
-    looks_back: bool = False
-    """Whether no row sees a later key."""
+    looks_back: bool = False  # whether no row sees a later key
     whole_sequence: bool = False
     """Whether a rank computes the whole sequence for some heads: then its tiles are the same for
     every number of ranks, and in the backward."""
@@ -45,8 +42,7 @@ class KernelSpec:
         return max(self.head_dim, self.value_dim or 0)
 
 
-OPTIONS = ("softcap", "alibi", "dropout", "position_bias")
-"""Fields of a spec that only some kernels support."""
+OPTIONS = ("softcap", "alibi", "dropout", "position_bias")  # that only some kernels support
 
 
 @cache  # called for every tile

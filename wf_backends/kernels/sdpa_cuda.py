@@ -28,11 +28,9 @@ from wf_backends.kernels.scores import Scores
 from wf_backends.kernels.tile_split import effective_band, flash_window, split_causal, split_window
 from wf_backends.schedule import CAUSAL, FULL, Band
 
-CUDNN_MULTIPLE = 128
-"""Rows and keys of a tile for cuDNN come in multiples of this: see docs/internals/kernels.md."""
-MIN_CUT_SCORES = 2**28
-"""Rows x keys x heads from which a shifted causal tile is cut in two for cuDNN: smaller ones take
-flash less time than the cut and the merge. Measured in docs/internals/kernels.md."""
+# For both see docs/internals/kernels.md.
+CUDNN_MULTIPLE = 128  # of rows and keys of a tile for cuDNN
+MIN_CUT_SCORES = 2**28  # rows x keys x heads from which a shifted causal tile is cut for cuDNN
 
 
 def cuda_forward(
@@ -129,16 +127,11 @@ FLASH = Operators("flash", split_window, cuda_forward, cuda_backward)
 class Machine:
     """The versions and settings of torch and the GPU that cuDNN's attention depends on."""
 
-    torch: tuple[int, int]
-    """The release, (2, 13) for 2.13.0."""
-    cudnn: int
-    """The version of the loaded library, 91501 for 9.15.1; 0 if torch has no cuDNN."""
-    capability: tuple[int, int]
-    """The GPU's compute capability, (9, 0) for a Hopper; (0, 0) if there is no GPU."""
-    enabled: bool
-    """torch.backends.cuda.cudnn_sdp_enabled()."""
-    deterministic: bool
-    """Whether torch raises an error for operators that are not deterministic."""
+    torch: tuple[int, int]  # the release, (2, 13) for 2.13.0
+    cudnn: int  # the version of the loaded library, 91501 for 9.15.1; 0 if torch has no cuDNN
+    capability: tuple[int, int]  # compute capability, (9, 0) for a Hopper; (0, 0) without a GPU
+    enabled: bool  # torch.backends.cuda.cudnn_sdp_enabled()
+    deterministic: bool  # whether torch raises an error for operators that are not
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +141,7 @@ class CudaTile:
     machine: Machine
     dtype: torch.dtype
     head_dim: int
-    heads: int
-    """Query heads of all samples."""
+    heads: int  # query heads of all samples
     rows: int
     keys: int
     band: Band
