@@ -104,8 +104,16 @@ def test_a_port_of_another_program_is_named_in_time(set_environ, rank):
             launch.init(timeout=0.5)
 
 
+@pytest.fixture
+def ctrl_c_is_heard():
+    """A shell that starts the tests in the background has them ignore Ctrl-C."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ctrl_c_ends_a_wait_for_other_ranks(set_environ, rank):
+def test_ctrl_c_ends_a_wait_for_other_ranks(set_environ, rank, ctrl_c_is_heard):
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     set_environ(RANK=str(rank), WORLD_SIZE="2", **address)
     start = time.monotonic()

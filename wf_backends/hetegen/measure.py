@@ -80,12 +80,12 @@ def measure_rates(
     link, call_seconds = rate(copy), measure_call(new_device(FAST, 0.0))
     device = new_device(link, call_seconds)
     split_seconds = partial(_seconds_of_split_linears, weights, device, clock, seconds)
-    staging = weights[0].nbytes / sum(split_seconds(0.0))
-    host = weights[0].nbytes / split_seconds(1.0)[0]
+    staging = weights[0].nbytes / split_seconds(0.0)[0]
+    host = weights[0].nbytes / split_seconds(1.0)[1]
     alpha = host / (host + staging)
-    in_call, between = split_seconds(alpha)
+    per_call, in_call = split_seconds(alpha)
+    link_beside_host = (1 - alpha) * weights[0].nbytes / per_call
     host_beside_link = alpha * weights[0].nbytes / in_call
-    link_beside_host = (1 - alpha) * weights[0].nbytes / (in_call + between)
     return Rates(
         link=link,
         host=host,
@@ -102,7 +102,7 @@ def measure_rates(
 def _seconds_of_split_linears(
     weights: list[Tensor], device: Device, clock: Callable[[], float], seconds: float, alpha: float
 ) -> tuple[float, float]:
-    """Seconds (in a call, from its end to the next call) of split linears that have these weights.
+    """Seconds of a split linear with one of these weights: (from call to call, in the call).
 
     The host computes the share `alpha`; nothing is resident. Copies go on between calls.
     """
@@ -113,8 +113,9 @@ def _seconds_of_split_linears(
     x = device.place(torch.ones(1, weights[0].shape[1], dtype=weights[0].dtype))
     with dispatch_model(model, {0: memory}, device, alpha=alpha) as handle:
         per_call = _seconds_per_run(lambda _: model(x), 1, clock, seconds) / len(weights)
-        between = handle.report()["decode"]["call_seconds"]
-    return per_call - between, between
+        figures = handle.report()["decode"]
+    between = (len(weights) - 1) * figures["call_seconds"]
+    return per_call, (figures["measured_seconds"] - between) / len(weights)
 
 
 def measure_call(device: Device) -> float:
