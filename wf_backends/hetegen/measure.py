@@ -78,25 +78,36 @@ def measure_rates(
         slab.copy_(source, non_blocking=True)
 
     link, call_seconds = rate(copy), measure_call(new_device(FAST, 0.0))
-    device = new_device(link, call_seconds)
-    split_seconds = partial(_seconds_of_split_linears, weights, device, clock, seconds)
-    staging = weights[0].nbytes / split_seconds(0.0)[0]
-    host = weights[0].nbytes / split_seconds(1.0)[1]
-    alpha = host / (host + staging)
-    per_call, in_call = split_seconds(alpha)
-    link_beside_host = (1 - alpha) * weights[0].nbytes / per_call
-    host_beside_link = alpha * weights[0].nbytes / in_call
+    lanes = weights, new_device(link, call_seconds), clock, seconds
     return Rates(
         link=link,
-        host=host,
         accelerator=rate(gemm(1, device_weights)),
-        memory=max(link_beside_host + host_beside_link, min(link, staging)),
-        host_beside_link=min(host, host_beside_link),
-        staging=staging,
         host_flops=flops(weights),
         accelerator_flops=flops(device_weights),
         call_seconds=call_seconds,
+        **_rates_of_lanes(partial(_seconds_of_split_linears, *lanes), weights[0].nbytes, link),
     )
+
+
+def _rates_of_lanes(
+    split_seconds: Callable[[float], tuple[float, float]], nbytes: int, link: float
+) -> dict[str, float]:
+    """The rates of the lanes that are threads: each alone, and both with work for equal times.
+
+    Args:
+        split_seconds: by the host's share, `_seconds_of_split_linears` of `nbytes` each.
+    """
+    staging, host = nbytes / split_seconds(0.0)[0], nbytes / split_seconds(1.0)[1]
+    alpha = host / (host + staging)
+    per_call, in_call = split_seconds(alpha)
+    host_beside_link = alpha * nbytes / in_call
+    both = (1 - alpha) * nbytes / per_call + host_beside_link
+    return {
+        "staging": staging,
+        "host": host,
+        "host_beside_link": min(host, host_beside_link),
+        "memory": max(both, min(link, staging)),
+    }
 
 
 def _seconds_of_split_linears(

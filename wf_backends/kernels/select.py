@@ -46,7 +46,7 @@ def select(name: str, spec: KernelSpec) -> Kernel:
 def fastest_first(spec: KernelSpec) -> list[str]:
     """The names of the kernels, of which some may refuse `spec`.
 
-    On a Hopper cuDNN, which sdpa uses there, takes 0.52 to 0.64 of the time of flash-attn 2, as
+    On a Hopper cuDNN, which sdpa uses there, takes 0.52 to 0.70 of the time of flash-attn 2, as
     torch has it, in long tiles (docs/internals/kernels.md). flash-attn 3 comes first.
     """
     prefers_sdpa = spec.device == "cuda" and full_tile_operators(spec)[0] is CUDNN
