@@ -149,6 +149,16 @@ def test_a_rank_0_that_does_not_come_is_named(set_environ):
         launch.init(timeout=1)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_of_rank_0_that_does_not_resolve_is_named(set_environ, rank):
+    set_environ(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="no.invalid", MASTER_PORT="29500")
+    message = (
+        rf"rank {rank} of 2 .* within 0.5 s: {socket.gethostname()} knows no host 'no.invalid'"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        launch.init(timeout=0.5)
+
+
 def test_ranks_meet_and_agree_whatever_number_of_restarts_their_agents_count():
     """torchrun's agent of a host counts only the failures of its own ranks."""
     store = dist.HashStore()

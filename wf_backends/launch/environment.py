@@ -112,6 +112,8 @@ def first_host(nodelist: str) -> str:
 def _store_address(environ: Mapping[str, str], launcher: Launcher) -> tuple[str | None, int | None]:
     """(host, port) of the rendezvous' store; under Slurm by the job's first node and number."""
     if "MASTER_ADDR" in environ:
+        if not environ["MASTER_ADDR"]:
+            raise ValueError("MASTER_ADDR is empty: set it to the host of rank 0, or unset it")
         port = _optional(environ, "MASTER_PORT")
         if port is not None and port not in PORTS:
             raise ValueError(f"MASTER_PORT must be a port from 1 to {PORTS[-1]}, got {port}")

@@ -74,9 +74,18 @@ def _open(place: Place, timeout: float) -> tuple[Place, TCPStore]:
         problem = "could not listen at" if listens else "did not reach rank 0 at"
         raise RuntimeError(
             f"rank {place.rank} of {size} ({place.launcher}) {problem} {address}:{port} within "
-            f"{timeout:g} s: {error}"
+            f"{timeout:g} s: {_unknown_name(address) or error}"
         ) from error
     return replace(place, port=store.port), store
+
+
+def _unknown_name(address: str) -> str:
+    """Why this host knows no address of that name; empty if it knows one."""
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name with an impossible length
+        return f"{socket.gethostname()} knows no host {address!r} ({error})"
+    return ""
 
 
 def _outward_address() -> str:
