@@ -81,7 +81,9 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 def test_a_folder_with_the_weights_of_another_model_is_refused(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)  # type: ignore[operator]
     make_model("gpt2").config.save_pretrained(tmp_path)  # type: ignore[union-attr, operator]
-    with pytest.raises(ValueError, match="does not hold a GPT2LMHeadModel.*missing.*unknown"):
+    with pytest.raises(
+        ValueError, match="does not hold a GPT2LMHeadModel as save_pretrained writes"
+    ):
         model_from_folder(tmp_path)
 
 

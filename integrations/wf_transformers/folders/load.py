@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,6 @@ def model_from_folder(
         ValueError: if safetensors files are missing, or weights are quantized, or tensors have
             other names or shapes than the model's parameters.
     """
-    from accelerate import init_empty_weights
-
     if not isinstance(torch_dtype, torch.dtype | None):
         raise ValueError(
             f"torch_dtype must be such as torch.bfloat16, or None, got {torch_dtype!r}"
@@ -52,40 +49,44 @@ def model_from_folder(
     config = AutoConfig.from_pretrained(folder)
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         raise ValueError(f"{folder} holds quantized weights, which are not split: {quantized}")
-    dtype = config.torch_dtype if torch_dtype is None else torch_dtype
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, torch_dtype=dtype)
-    if _has_weight_conversions(model):
-        return _converted_model(folder, dtype).eval()
     tensors: dict[str, Tensor] = {}
     for file in files:
         tensors |= _mapped_tensors(file)
-    _load_weights(model, _of_dtype(_named_as_in(model, tensors), dtype), folder)
+    dtype = torch_dtype or config.torch_dtype or _main_dtype(tensors)
+    model = _load(config, tensors, dtype, folder)
+    model.name_or_path = model.config.name_or_path = str(folder)
     if (Path(folder) / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model.eval()
+    return model
 
 
-def _has_weight_conversions(model: PreTrainedModel) -> bool:
-    """Whether transformers 5 converts the tensors of files for this model."""
+def _load(
+    config: Any, tensors: dict[str, Tensor], dtype: torch.dtype | None, folder: str | Path
+) -> PreTrainedModel:
+    """The model with these weights, as transformers loads them: it copies none of `dtype`."""
+    with torch.device("meta"):
+        model_class: Any = type(AutoModelForCausalLM.from_config(config))
+    refusal = f"{folder} does not hold a {model_class.__name__} as save_pretrained writes it: "
     try:
-        from transformers.conversion_mapping import (  # pyright: ignore[reportMissingImports]
-            get_model_conversion_mapping,
+        model, info = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            torch_dtype=dtype,
+            ignore_mismatched_sizes=True,  # they are in `info`, too
+            output_loading_info=True,
         )
-    except ImportError:  # transformers 4
-        return False
-    return bool(get_model_conversion_mapping(model, add_legacy=False))
-
-
-def _converted_model(folder: str | Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The model as transformers loads it; ValueError if any weights are missing or unknown."""
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True
+    except ValueError as error:  # for the names of another model, in transformers 4
+        raise ValueError(f"{refusal}{error}") from error
+    missing, unknown, mismatched = (
+        sorted(info[f"{key}_keys"])[:3] for key in ("missing", "unexpected", "mismatched")
+    )
+    if missing or unknown:
+        raise ValueError(f"{refusal}missing {missing}, unknown {unknown}")
+    if mismatched:
+        raise ValueError(
+            f"{folder} does not hold what its config says: size mismatch for {mismatched}"
         )
-    except RuntimeError as error:
-        raise ValueError(f"{folder} does not hold what its config says: {error}") from error
-    _check_names(model, info["missing_keys"], info["unexpected_keys"], folder)
     return model
 
 
@@ -119,61 +120,13 @@ def _mapped_tensors(file: Path) -> dict[str, Tensor]:
         raise ValueError(f"{file} cannot be read: {error}") from error
 
 
-def _of_dtype(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors, those of floating point converted to `dtype`; None: to their main dtype."""
+def _main_dtype(tensors: dict[str, Tensor]) -> torch.dtype | None:
+    """The dtype of floating point with the most bytes."""
     sizes = Counter[torch.dtype]()
     for tensor in tensors.values():
         if tensor.is_floating_point():
             sizes[tensor.dtype] += tensor.nbytes
-    if dtype is None and sizes:
-        dtype = sizes.most_common(1)[0][0]
-    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
-
-
-def _named_as_in(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors by the model's names, as transformers would find them in files of the Hub.
-
-    Those of a base model have names without its prefix (GPT-2, Bloom). Old ones also hold buffers
-    that the model computes (masks of GPT-2, rotary frequencies of Llama 2), which are left out.
-    """
-    weights = model.state_dict().keys()
-    buffers = {name for name, _ in model.named_buffers()}
-    prefix = f"{model.base_model_prefix}."
-    if not any(name.startswith(prefix) for name in tensors):
-        names = {name.removeprefix(prefix): name for name in weights | buffers}
-        tensors = {names.get(name, name): tensor for name, tensor in tensors.items()}
-    patterns: list[str] = [*(model._keys_to_ignore_on_load_unexpected or ())]
-    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
-        patterns.append(r"rotary_emb\.inv_freq")
-    ignored = {name for name in tensors if any(re.search(pattern, name) for pattern in patterns)}
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name in weights or name not in buffers | ignored
-    }
-
-
-def _load_weights(model: PreTrainedModel, tensors: dict[str, Tensor], folder: str | Path) -> None:
-    """Load the weights into the model; ValueError if any are missing or unknown."""
-    try:
-        unknown = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
-    except RuntimeError as error:  # for wrong shapes, one line each after the first
-        reason = str(error).splitlines()[1].strip()
-        raise ValueError(f"{folder} does not hold what its config says: {reason}") from error
-    model.tie_weights()
-    missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
-    _check_names(model, missing, unknown, folder)
-
-
-def _check_names(
-    model: PreTrainedModel, missing: Iterable[str], unknown: Iterable[str], folder: str | Path
-) -> None:
-    missing, unknown = sorted(missing), sorted(unknown)
-    if missing or unknown:
-        raise ValueError(
-            f"{folder} does not hold a {type(model).__name__} as save_pretrained writes it: "
-            f"missing {missing[:3]}, unknown {unknown[:3]}"
-        )
+    return max(sizes, key=sizes.__getitem__, default=None)
 
 
 @dataclass(frozen=True, slots=True)
