@@ -56,6 +56,50 @@ def test_a_longest_sequence_below_the_step_is_not_called_0(wallfacer, folder: st
     assert code == 0 and "longest sequence within 20MB: less than 1024 tokens" in out, err
 
 
+def test_a_sequence_that_does_not_fit_is_answered_with_the_longest(wallfacer, folder: str) -> None:
+    args = ("--seqlen", "8192", "--layers", "1", "--max-memory", "250MB", "--longest", "--json")
+    code, out, err = wallfacer("chunk", "--model", folder, *args)
+    assert code == 0 and "8192 tokens: max_memory=250000000 bytes" in err
+    plan = json.loads(out)
+    assert plan["seqlen"] == plan["longest_sequence"] == 3072 and plan["peak"] <= 250e6
+
+
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 64}
+
+
+def test_the_longest_sequence_has_at_most_the_learned_positions(wallfacer_json, folder) -> None:
+    transformers.GPT2Config(**SMALL, n_positions=2048).save_pretrained(folder)
+    args = ("--seqlen", "64", "--max-memory", "1GB", "--longest")
+    assert wallfacer_json("chunk", "--model", folder, *args)["longest_sequence"] == 2048
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (transformers.GPT2Config(**SMALL, n_positions=32), "has 32 learned positions"),
+        (transformers.OPTConfig(**SMALL, max_position_embeddings=63), "has 63 learned positions"),
+        (transformers.ViTConfig(), "ViTModel takes pixel_values"),
+        (transformers.MambaConfig(), "MambaForCausalLM has no attention 'sdpa'"),
+    ],
+    ids=["gpt2", "opt", "vit", "mamba"],
+)
+def test_a_model_that_cannot_take_the_tokens_is_refused(
+    wallfacer, folder: str, config, message: str
+) -> None:
+    config.save_pretrained(folder)
+    code, _, err = wallfacer("chunk", "--model", folder, "--seqlen", "64")
+    assert code == 2 and message in err
+
+
+def test_rotary_positions_have_no_end(wallfacer_json, folder: str) -> None:
+    """This model has a table of positions all the same."""
+    positions = {"position_embedding_type": "rotary", "max_position_embeddings": 32}
+    tokens = {"pad_token_id": 1, "mask_token_id": 2, "intermediate_size": 8}
+    transformers.EsmConfig(**SMALL, **positions, **tokens).save_pretrained(folder)
+    args = ("--seqlen", "64", "--attention", "eager")
+    assert wallfacer_json("chunk", "--model", folder, *args)["peak"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

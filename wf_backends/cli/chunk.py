@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -66,18 +67,25 @@ def chunk(
         return memory_profiles(skeleton, inputs, memory, max_slowdown, None if measure else Rates())
 
     def fits(tokens: int) -> bool:
-        with suppress(BudgetError):
+        with suppress(ValueError):  # the budget, or the model's positions, are too few
             make_profiles(tokens, layers or PROBED_LAYERS)
             return True
         return False
 
-    profiles = make_profiles(seqlen, layers)
     max_seqlen = longest(fits, TOKEN_STEP) if longest_sequence else None
+    try:
+        profiles = make_profiles(seqlen, layers)
+    except BudgetError as error:
+        if not max_seqlen:
+            raise
+        print(f"{seqlen} tokens: {error}\n{max_seqlen} tokens are shown instead.", file=sys.stderr)
+        seqlen, profiles = max_seqlen, make_profiles(max_seqlen, layers)
     if picture is not None:
         limit = budget.in_bytes(profiles.plan.peak_before).memory
         draw_memory(profiles, limit, picture, f"{model.name}, {seqlen} tokens")
     if as_json:
-        return print_json({**asdict(profiles.plan), "longest_sequence": max_seqlen})
+        data = asdict(profiles.plan) | {"seqlen": seqlen, "longest_sequence": max_seqlen}
+        return print_json(data)
     print(profiles.plan.explain())
     if max_seqlen is not None:
         tokens = max_seqlen or f"less than {TOKEN_STEP}"

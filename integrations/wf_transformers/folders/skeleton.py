@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
 from wf_transformers.folders.shape import read_config, refused_by_name
 
 ATTENTIONS = ("sdpa", "eager")
+LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings", "positions_embed")
 
 
 def skeleton(
@@ -31,7 +32,8 @@ def skeleton(
         layers: how many layers to build; 0: all.
 
     Raises:
-        ValueError: for an unusable folder or attention, or a model that does not take tokens.
+        ValueError: for an unusable folder or attention, a model that does not take tokens, or more
+            tokens than it has positions.
     """
     if attention not in ATTENTIONS:
         raise ValueError(f"--attention must be one of {list(ATTENTIONS)}, got {attention!r}")
@@ -42,13 +44,35 @@ def skeleton(
     dtype = config.torch_dtype or torch.float32
     with FakeTensorMode():
         with refused_by_name(folder):
+            _check_class(auto_class._model_mapping[type(config)], attention)
             model = auto_class.from_config(config, attn_implementation=attention, torch_dtype=dtype)
-        if model.main_input_name != "input_ids":
-            raise ValueError(
-                f"--model {folder}: {type(model).__name__} takes {model.main_input_name}; only "
-                f"models of tokens are supported"
-            )
+        _check_positions(model, seqlen)
         inputs: dict[str, Any] = {"input_ids": torch.zeros(batch, seqlen, dtype=torch.long)}
     names = inspect.signature(model.forward).parameters
     prefill = {"use_cache": False, "logits_to_keep": 1}  # only the last token's logits
     return model.eval(), inputs | {name: x for name, x in prefill.items() if name in names}
+
+
+def _check_class(model_class: Any, attention: str) -> None:
+    """Refuse a class that does not take tokens, or has eager attention alone."""
+    name, inputs = model_class.__name__, model_class.main_input_name
+    if inputs != "input_ids":
+        raise ValueError(f"{name} takes {inputs}; only models of tokens are supported")
+    if attention == "sdpa" and not model_class._supports_sdpa:
+        raise ValueError(f"{name} has no attention {attention!r}; give --attention eager")
+
+
+def _check_positions(model: nn.Module, seqlen: int) -> None:
+    """Refuse more tokens than the model has learned positions: on fake tensors it would run."""
+    config: Any = model.config
+    if getattr(config, "position_embedding_type", None) == "rotary":  # ESM has a table, unused
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and path.rpartition(".")[2] in LEARNED_POSITIONS:
+            rows = module.num_embeddings  # OPT's table has two more than it has positions
+            limit = min(rows, getattr(config, "max_position_embeddings", rows))
+            if seqlen > limit:
+                raise ValueError(
+                    f"--seqlen {seqlen}: {type(model).__name__} has {limit} learned positions "
+                    f"({path}); give at most so many tokens"
+                )
