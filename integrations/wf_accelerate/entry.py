@@ -24,6 +24,7 @@ from wf_transformers import (
     counted_once,
     inner_loss_counted_once,
     loss_only,
+    refuse_different,
     temporarily_replace,
 )
 from wf_transformers.handle import OPERATIONS
@@ -83,6 +84,7 @@ def _connect(
     trl: TrlTrainer | None = None,
 ) -> Handle:
     """Do what `connect` does; `trl` is given if a TRL trainer trains the model."""
+    refuse_different(config)
     model_options = ModelOptions()
     if not isinstance(config, SequenceParallelConfig):
         block, model_options = ModelOptions.split(config)

@@ -20,7 +20,14 @@ from wf_colossalai.config import HYBRID, load, sequence_parallel_config
 from wf_colossalai.plugin import WallFacerPlugin
 from wf_colossalai.sequence import PlainSequenceParallel
 from wf_colossalai.table import TABLE, AttentionModule
-from wf_transformers import AUTOCHUNK, Handle, ModelOptions, attach_compared, data_parallel
+from wf_transformers import (
+    AUTOCHUNK,
+    Handle,
+    ModelOptions,
+    attach_compared,
+    data_parallel,
+    refuse_different,
+)
 
 OTHER_PLUGINS: Mapping[str, Any] = MappingProxyType(
     {"torch_ddp": TorchDDPPlugin, "low_level_zero": LowLevelZeroPlugin, "gemini": GeminiPlugin}
@@ -61,6 +68,7 @@ def apply(
     stages, model_options = None, ModelOptions()
     if not isinstance(config, SequenceParallelConfig | Mapping):
         raise ValueError(f"config must be a SequenceParallelConfig or a dict, got {config!r}")
+    refuse_different(config, group)
     if not isinstance(config, SequenceParallelConfig):
         if AUTOCHUNK in config:
             raise NotImplementedError(

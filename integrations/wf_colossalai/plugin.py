@@ -24,7 +24,7 @@ from wf_backends.parallel import key_hint
 from wf_colossalai.config import HYBRID, load, sequence_parallel_config
 from wf_colossalai.policy import WallFacerPolicy
 from wf_colossalai.sequence import PlainSequenceParallel
-from wf_transformers import AUTOCHUNK, MODEL_KEYS, Handle, ModelOptions
+from wf_transformers import AUTOCHUNK, MODEL_KEYS, Handle, ModelOptions, refuse_different
 
 PRECISIONS = ("fp16", "bf16", "fp32")
 CONFIG_KEYS = tuple(field.name for field in fields(SequenceParallelConfig))
@@ -69,6 +69,8 @@ class WallFacerPlugin(HybridParallelPlugin):
 
     def __init__(self, *, tp_size: int = 1, pp_size: int = 1, **kwargs: Any) -> None:
         _check_keys(kwargs)
+        given = {key: kwargs[key] for key in (*CONFIG_KEYS, *MODEL_KEYS) if key in kwargs}
+        refuse_different(given | {"tp_size": tp_size, "pp_size": pp_size})
         kwargs, self._model_options = ModelOptions.split(kwargs)
         if self._model_options.autochunk is not None and (tp_size, pp_size) != (1, 1):
             raise NotImplementedError(

@@ -22,6 +22,7 @@ from wf_backends import SequenceParallel
 from wf_backends.launch import leave_at_exit
 from wf_deepspeed import cpu
 from wf_deepspeed.config import (
+    BATCH_KEYS,
     KEY,
     Block,
     check_batch,
@@ -34,7 +35,14 @@ from wf_deepspeed.config import (
 from wf_deepspeed.handle import WallFacer
 from wf_deepspeed.mpu import Groups, NeutralMpu
 from wf_deepspeed.saving import make_checkpoints_atomic
-from wf_transformers import Handle, WholeBatchHooks, attach_compared, attach_model, attach_stages
+from wf_transformers import (
+    Handle,
+    WholeBatchHooks,
+    attach_compared,
+    attach_model,
+    attach_stages,
+    refuse_different,
+)
 
 Initialize = Callable[..., tuple[Any, Any, Any, Any]]
 CONFIG_ARGUMENTS = ("deepspeed_config", "deepscale_config")
@@ -77,6 +85,8 @@ def initialize_with(
     _refuse_arguments(call.arguments)
     timeout = block.sequence_parallel.timeout
     start(call.arguments, timeout)
+    block_keys = {f"{KEY}.{key}": value for key, value in config[KEY].items()}
+    refuse_different({key: config.get(key) for key in BATCH_KEYS} | block_keys)
     replicas = data_parallel_size(block, dist.get_world_size())
     check_batch(config, replicas)
     block = with_batch_size(block, config, replicas)

@@ -6,6 +6,7 @@ logits = model(**wf_transformers.forward_kwargs(model, local)).logits
 loss = sp.loss(logits, local["labels"])
 """
 
+from wf_transformers.agreement import refuse_different
 from wf_transformers.attach import (
     attach_pretrained,
     attach_stages,
@@ -69,6 +70,7 @@ __all__ = [
     "model_from_folder",
     "outermost",
     "plan_tiles",
+    "refuse_different",
     "register",
     "scope_documents",
     "shard_between",

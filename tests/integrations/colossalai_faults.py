@@ -235,6 +235,7 @@ def refused(case: Case, folder: Path) -> dict[str, str]:
     zero_bubble = WallFacerPlugin(**config, **stages, **bubble)
     split_gather = colossalai_plugin("split_gather", 2, WallFacerPolicy())
     policy_of_4 = WallFacerPolicy({"sequence_parallel_size": 4})
+    size_of_rank = {"sequence_parallel_size": 4 if dist.get_rank() == 3 else 2}
     other_size = colossalai_plugin("ring_attn", 1, policy_of_4)
     calls: dict[str, Callable[[], Any]] = {
         "other size": lambda: boost(build("llama"), other_size),
@@ -242,6 +243,8 @@ def refused(case: Case, folder: Path) -> dict[str, str]:
         "other images": lambda: image_model(**images_of_rank),
         "world": lambda: WallFacerPlugin(sequence_parallel_size=3),
         "group": lambda: wf_colossalai.apply(build("llama"), {"sequence_parallel_size": 3}),
+        "plugin of another size": lambda: WallFacerPlugin(**size_of_rank),
+        "model of another size": lambda: wf_colossalai.apply(build("llama"), size_of_rank),
         "pipeline": lambda: boost(OwnModel(), own_stages),
         "zero bubble": lambda: boost(build("gpt2"), zero_bubble),
         "clipped": lambda: boost(build("gpt2"), WallFacerPlugin(tp_size=2, max_norm=1.0)),

@@ -5,13 +5,16 @@ python deepspeed_loaders.py OUT writes OUT.RANK.json.
 
 import json
 import sys
+from functools import partial
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch.utils.data import Dataset
 
+import wf_accelerate
 import wf_deepspeed
 from tests.integrations.deepspeed_jobs import tiny_llama
 from wf_backends.comm.process_group import timeout_of
@@ -65,6 +68,7 @@ def main(out: str) -> None:
     ]
     result["different_batches_error"] = different_batches_error(wallfacer)
     result["missing_count_error"] = missing_count_error(wallfacer)
+    result["different_sizes_errors"] = different_sizes_errors()
     engine.set_train_batch_size(16)
     result["accumulation_of_16_samples"] = engine.gradient_accumulation_steps()
     plain, keys = tiny_llama(), {key: CONFIG[key] for key in CONFIG if key != "wallfacer"}
@@ -101,6 +105,23 @@ def missing_count_error(wallfacer: wf_deepspeed.WallFacer) -> str:
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+def different_sizes_errors() -> dict[str, str]:
+    """The error of each entry if rank 3 has sequence_parallel_size 4, and the others 2."""
+    model, block = tiny_llama(), {"sequence_parallel_size": 4 if dist.get_rank() == 3 else 2}
+    parameters, config = model.parameters(), CONFIG | {"wallfacer": block}
+    calls = {
+        "deepspeed": partial(wf_deepspeed.initialize, None, model, None, parameters, config=config),
+        "accelerate": partial(wf_accelerate.connect, model, Accelerator(cpu=True), block),
+    }
+    errors = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            errors[name] = str(error)
+    return errors
 
 
 if __name__ == "__main__":

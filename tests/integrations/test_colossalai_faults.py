@@ -147,6 +147,8 @@ def test_ranks_of_a_sequence_read_the_same_samples(results: Results) -> None:
         "other size": ["sequence_parallel_size 4", "sp_size 2"],
         "world": ["sequence_parallel_size 3", "4 ranks"],
         "group": ["sequence_parallel_size", "4 ranks", "got 3"],
+        "plugin of another size": ["the ranks do not agree", "2 (ranks [0, 1, 2]), 4 (ranks [3])"],
+        "model of another size": ["the ranks do not agree", "2 (ranks [0, 1, 2]), 4 (ranks [3])"],
         "pipeline": ["OwnModel", "pp_size=1", "has a policy for"],
         "zero bubble": ["zbv", "1f1b", "interleaved"],
         "clipped": ["max_norm=1.0", "tp_size=2", "GPT-2"],

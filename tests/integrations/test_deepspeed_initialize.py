@@ -232,3 +232,14 @@ def test_a_token_average_without_the_count_of_the_step_is_refused(
 ) -> None:
     for rank in loaders:
         assert '"gradient_accumulation_steps": 2 needs valid=' in rank["missing_count_error"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("entry", ["deepspeed", "accelerate"])
+def test_different_sizes_of_a_sequence_are_an_error_on_every_rank(
+    entry: str, loaders: list[dict[str, Any]]
+) -> None:
+    """Their groups would differ, and every rank wait until the timeout."""
+    for rank in loaders:
+        message = rank["different_sizes_errors"][entry]
+        assert 'sequence_parallel_size": 2 (ranks [0, 1, 2]), 4 (ranks [3])' in message
