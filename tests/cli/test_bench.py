@@ -42,7 +42,7 @@ def test_bench_reduces_a_preset_to_the_size_of_the_job(wallfacer, wallfacer_json
     assert result["topology"]["ranks_per_host"] == 1 and result["topology"]["memory_gib"] == 8
     assert (result["rate_of"], result["fastest"]["kernel"]) == ("sdpa", "reference")
     code, out, _ = wallfacer(*args, "h100-8x400g")
-    message = "by the rate of flash: the topology has none of reference"
+    message = "by the rate of sdpa: the topology has none of reference"
     assert code == 0 and message in " ".join(out.split())
 
 

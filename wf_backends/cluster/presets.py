@@ -20,13 +20,14 @@ from wf_backends.cluster.topology import KernelRate, Link, Topology, from_dict
 MEASURE = "measure"  # instead of a name: the job measures its topology
 SUFFIXES = (".json", ".toml")
 
-# Nominal figures of the makers; kernel rates of the FlashAttention-2 paper (arXiv 2307.08691):
-# 73 % and 63 % of an A100's 312 TFLOP/s, 335 TFLOP/s on an H100; there torch's (cuDNN) as measured
-# in benchmarks/results/one_rank.md, "one call". one-host: gloo and one CPU core
-# a rank, which moves messages or computes, in round numbers. Measure your own cluster.
+# Nominal figures of the makers. Kernel rates: flash-attn 2's of its paper (arXiv 2307.08691), 73 %
+# and 63 % of an A100's 312 TFLOP/s, 335 TFLOP/s on an H100; torch's on an H100 (cuDNN) as measured
+# in benchmarks/results/one_rank.md, "one call". "auto" selects the kernel that is listed first.
+# one-host: gloo and one CPU core a rank, which moves messages or computes, in round numbers.
+# Measure your own cluster.
 _H100 = (
-    ("flash", KernelRate(335e12, 335e12, 10e-6)),
     ("sdpa", KernelRate(598e12, 513e12, 10e-6)),
+    ("flash", KernelRate(335e12, 335e12, 10e-6)),
 )
 _A100 = (("flash", KernelRate(228e12, 197e12, 10e-6)),)
 _LOOPBACK, _TEN_GIGABIT = Link(100e-6, 1.3e9), Link(200e-6, 1.25e9)
