@@ -180,6 +180,21 @@ def test_ranks_meet_and_agree_whatever_number_of_restarts_their_agents_count():
         assert my_place.restart == other_place.restart == max(restarts)
 
 
+def test_ranks_with_different_world_sizes_are_refused_on_all():
+    """They would wait until the timeout, or in torch's own rendezvous."""
+    store = dist.HashStore()
+
+    def meet(rank: int, size: int) -> None:
+        rendezvous.meet(store, Place("environment", rank, size, 0, 1, "here", 1), timeout=20)
+
+    with ThreadPoolExecutor() as pool:
+        ranks = [pool.submit(meet, *rank_and_size) for rank_and_size in ((0, 2), (1, 4))]
+        for rank, size in enumerate((2, 4)):
+            message = rf"rank {rank} of {size} .* another WORLD_SIZE, it is 2 to 4"
+            with pytest.raises(ValueError, match=message):
+                ranks[rank].result()
+
+
 def test_a_process_without_a_launcher_is_a_job_of_one_rank(set_environ):
     set_environ()
     before = dict(os.environ)
@@ -209,6 +224,19 @@ def test_at_the_exit_after_an_error_the_group_is_not_destroyed(set_environ, monk
         assert not dist.is_initialized()
     finally:
         first.close()
+
+
+def test_a_rank_beside_a_launcher_that_names_another_one_is_warned_of(set_environ, caplog):
+    """mp.spawn under srun: every process would be alone, without a word."""
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": str(os.getpid())}
+    set_environ(RANK="3", WORLD_SIZE="8", **slurm)
+    launch.init(timeout=5).close()
+    assert "RANK=3 and WORLD_SIZE=8 are not used: slurm started this process" in caplog.text
+    assert "unset SLURM_PROCID" in caplog.text
+    caplog.clear()
+    set_environ(RANK="0", WORLD_SIZE="1", **slurm)
+    launch.init(timeout=5).close()
+    assert not caplog.text
 
 
 def test_a_local_rank_without_a_variable_is_counted_by_hosts():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
+import logging
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from wf_backends._validation import seconds
 from wf_backends.comm import DEFAULT_TIMEOUT_S, LOG_FOLDER, job_board
 from wf_backends.launch.ending import failed, leave_at_exit, settle_at_exit
-from wf_backends.launch.environment import Place, default_log_folder, detect
+from wf_backends.launch.environment import LAUNCHERS, Place, default_log_folder, detect
 from wf_backends.launch.rendezvous import meet, open_store, take_gpu, with_local
 
 MPI_LAUNCHERS = ("openmpi", "mpich", "mpi4py")
@@ -109,6 +111,7 @@ def init(
     place = _place_by_mpi(detect(os.environ))
     if dist.is_initialized():
         return _describe(place)
+    _warn_of_another_rank(os.environ, place)
     place = _open_group(backend, place, timeout)
     launch = replace(_describe(place), _exported=_export(place))
     _publish_log_folder(log_path)
@@ -132,6 +135,18 @@ def _open_group(backend: str, place: Place, timeout: float) -> Place:
         device_id=device if device.type == "cuda" else None,
     )
     return place
+
+
+def _warn_of_another_rank(environ: Mapping[str, str], place: Place) -> None:
+    """Say that RANK and WORLD_SIZE are not used where the launcher says something else."""
+    rank, size = environ.get("RANK"), environ.get("WORLD_SIZE")
+    marks = [known.mark for known in LAUNCHERS[:-1] if known.mark in environ]
+    if marks and rank and size and (rank, size) != (str(place.rank), str(place.world_size)):
+        logging.getLogger(__name__).warning(
+            "RANK=%s and WORLD_SIZE=%s are not used: %s started this process as rank %d of %d. "
+            "If it was started inside such a process (mp.spawn), unset %s",
+            *(rank, size, place.launcher, place.rank, place.world_size, " and ".join(marks)),
+        )
 
 
 def _publish_log_folder(folder: str | None) -> None:

@@ -110,6 +110,7 @@ def meet(store: Store, place: Place, timeout: float) -> tuple[Store, Place]:
 
     Raises:
         RuntimeError: if ranks do not join within the timeout, naming them.
+        ValueError: on all ranks, if their places have different world sizes.
     """
     keys = [f"host of {rank}" for rank in range(place.world_size)]
     me = f"rank {place.rank} of {place.world_size} ({place.launcher})"
@@ -128,14 +129,25 @@ def meet(store: Store, place: Place, timeout: float) -> tuple[Store, Place]:
             f"{me} waited for all ranks, and rank 0, which holds the store at "
             f"{place.address}:{place.port}, has ended: {error}"
         ) from error
-    place = replace(place, restart=int(store.get(MET).decode().split()[0]))
+    restart, smallest, largest = map(int, store.get(MET).decode().split()[:3])
+    if smallest != largest:
+        raise ValueError(
+            f"{me}: other ranks have another WORLD_SIZE, it is {smallest} to {largest}: set the "
+            "same on all ranks"
+        )
+    place = replace(place, restart=restart)
     if place.local_rank is None or place.local_size is None:  # reads P keys on each of P ranks
-        place = with_local(place, [store.get(key).decode().split(" ", 2)[2] for key in keys])
+        place = with_local(place, [store.get(key).decode().split(" ", 3)[3] for key in keys])
     return store, place
 
 
 def _part(store: Store, attempt: str) -> Store:
     return PrefixStore(f"attempt {attempt}", store)
+
+
+def _arrival(place: Place, process: str, restart: int) -> str:
+    """What a process writes as its rank's key: its name and restart, the job's size, its host."""
+    return f"{process} {restart} {place.world_size} {socket.gethostname()}"
 
 
 def _call_ranks(store: Store, place: Place, keys: list[str], timeout: float) -> Store:
@@ -144,12 +156,12 @@ def _call_ranks(store: Store, place: Place, keys: list[str], timeout: float) -> 
     part = _part(store, attempt)
     is_first = store.add(f"meetings of {socket.gethostname()} {os.getpid()}", 1) == 1
     starts = store.add("starts", int(is_first))  # of rank 0 under this agent of torchrun
-    part.set(keys[0], f"{attempt} {max(place.restart, starts - 1)} {socket.gethostname()}")
+    part.set(keys[0], _arrival(place, attempt, max(place.restart, starts - 1)))
     store.set(ATTEMPT, attempt)
     part.wait(keys, timedelta(seconds=timeout))
-    came = [part.get(key).decode().split(" ", 2) for key in keys]
-    restart = max(int(restart) for _, restart, _ in came)
-    part.set(MET, " ".join([str(restart), *(process for process, _, _ in came)]))
+    came = [part.get(key).decode().split(" ", 3) for key in keys]
+    restart, sizes = max(int(arrival[1]) for arrival in came), [int(arrival[2]) for arrival in came]
+    part.set(MET, " ".join([f"{restart} {min(sizes)} {max(sizes)}", *(name for name, *_ in came)]))
     return part
 
 
@@ -162,7 +174,7 @@ def _join_rank_0(store: Store, place: Place, keys: list[str], timeout: float) ->
     store.wait([ATTEMPT], timedelta(seconds=timeout))
     while True:
         part = _part(store, store.get(ATTEMPT).decode())
-        part.set(keys[place.rank], f"{process} {place.restart} {socket.gethostname()}")
+        part.set(keys[place.rank], _arrival(place, process, place.restart))
         try:
             part.wait([MET], timedelta(seconds=LOOK_S))
             if process in part.get(MET).decode().split():

@@ -245,7 +245,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, kv_up: Tensor | None = None) 
             f"kv heads must divide heads, got {k.shape[2]} and {q.shape[2]} ({_shapes(q, k, v)})"
         )
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+        got = f"{q.dtype}, {k.dtype}, {v.dtype}"
+        raise ValueError(f"q, k, v must have one dtype (torch.autocast casts none), got {got}")
     if not q.dtype.is_floating_point:
         raise ValueError(f"q, k, v must have a floating point dtype, got {q.dtype}")
     if not q.device == k.device == v.device:
