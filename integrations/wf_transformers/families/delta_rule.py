@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -15,8 +16,7 @@ from torch import Tensor, nn
 
 from wf_transformers.families.shares import (
     Mixer,
-    PassThrough,
-    SelectFeatures,
+    Replacement,
     Share,
     cut_first_dim,
     head_features,
@@ -116,9 +116,10 @@ class DeltaRule(Mixer):
     def replacements(self, layer: Any, share: Share) -> dict[str, nn.Module]:
         num_ranks = layer.get_submodule(self.out).in_features // len(share.outputs)
         borders = accumulate((size // num_ranks for size in self._sizes(layer)), initial=0)
-        modules: dict[str, nn.Module] = {self.out: PassThrough()}
+        modules: dict[str, nn.Module] = {self.out: Replacement()}
         for (first, *others), span in zip(self.projections, pairwise(borders), strict=True):
-            modules |= {first: SelectFeatures(*span)} | {name: PassThrough() for name in others}
+            features = itemgetter((..., slice(*span)))
+            modules |= {first: Replacement(features)} | {name: Replacement() for name in others}
         return modules
 
     def finish(self, layer: Any, y: Tensor, local: Any) -> Tensor:

@@ -12,12 +12,13 @@ import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
 from wf_transformers.families.delta_rule import (
     BAILING_HYBRID,
@@ -28,7 +29,7 @@ from wf_transformers.families.delta_rule import (
 )
 from wf_transformers.families.shares import (
     Mixer,
-    PassThrough,
+    Replacement,
     Share,
     cut_first_dim,
     divide,
@@ -93,8 +94,8 @@ class Mamba2(Mixer):
         return layer.out_proj(layer.norm(y, local))
 
     def replacements(self, layer: Any, share: Share) -> dict[str, nn.Module]:
-        in_proj = PassThrough(zeros=len(share.outputs))  # zeros in place of the gate
-        return {"in_proj": in_proj, "norm": PassThrough(), "out_proj": PassThrough()}
+        in_proj = Replacement(partial(pad, pad=(len(share.outputs), 0)))  # no gate, but zeros
+        return {"in_proj": in_proj, "norm": Replacement(), "out_proj": Replacement()}
 
 
 class FalconH1(Mamba2):
@@ -165,19 +166,14 @@ class Griffin(Mixer):
         return layer.linear_out(y * local)
 
     def replacements(self, layer: Any, share: Share) -> dict[str, nn.Module]:
-        linears = {name: PassThrough() for name in ("linear_x", "linear_y", "linear_out")}
-        return {**linears, "act_fn": _Ones()}
+        linears = {name: Replacement() for name in ("linear_x", "linear_y", "linear_out")}
+        return {**linears, "act_fn": Replacement(torch.ones_like)}
 
     def call_kwargs(self, layer: Any, x: Tensor) -> dict[str, Any]:
         layer.rg_lru.recurrent_states = None  # or it would continue from the previous document
         positions = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
         no_cache = {"attention_mask": None, "cache_position": None, "use_cache": False}
         return {"position_ids": positions, **no_cache}
-
-
-class _Ones(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ones_like(x)
 
 
 class ShortConv(Mixer):
@@ -196,15 +192,10 @@ class ShortConv(Mixer):
         return layer.out_proj(local * y)
 
     def replacements(self, layer: Any, share: Share) -> dict[str, nn.Module]:
-        return {"in_proj": _OpenGates(), "out_proj": PassThrough()}
+        def open_gates(x: Tensor) -> Tensor:
+            return torch.cat([torch.ones_like(x), torch.ones_like(x), x], dim=-1)
 
-
-class _OpenGates(nn.Module):
-    """x -> (input gate 1, output gate 1, x)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ones = torch.ones_like(x)
-        return torch.cat([ones, ones, x], dim=-1)
+        return {"in_proj": Replacement(open_gates), "out_proj": Replacement()}
 
 
 MIXERS: Mapping[str, Mixer] = MappingProxyType(

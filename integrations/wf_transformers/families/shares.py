@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 Cuts = dict[str, tuple[int, Tensor]]  # parameter name -> (dim, indices of this rank along it)
 Attributes = dict[str, Any]
@@ -27,15 +27,16 @@ class Share:
     """Sizes to set on the layer that runs the share, by dotted path."""
 
 
-class PassThrough(nn.Module):
-    """Returns its first argument, with `zeros` features of 0 in front."""
+class Replacement(nn.Module):
+    """Stands for a module of a layer that runs a share: returns `function` of its first argument,
+    or that argument itself."""
 
-    def __init__(self, zeros: int = 0) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         super().__init__()
-        self.zeros = zeros
+        self.function = function
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return pad(x, (self.zeros, 0)) if self.zeros else x
+        return self.function(x)
 
 
 class Mixer(ABC):
@@ -60,22 +61,11 @@ class Mixer(ABC):
 
     def replacements(self, layer: Any, share: Share) -> dict[str, nn.Module]:
         """Replacements for modules of the layer when it runs on a share, by name."""
-        return {"in_proj": PassThrough(), "out_proj": PassThrough()}
+        return {"in_proj": Replacement(), "out_proj": Replacement()}
 
     def call_kwargs(self, layer: Any, x: Tensor) -> dict[str, Any]:
         """Keyword arguments for the layer on a share, besides a document's features (b, S, c)."""
         return {}
-
-
-class SelectFeatures(nn.Module):
-    """Returns the features `start` to `stop` of its first argument."""
-
-    def __init__(self, start: int, stop: int) -> None:
-        super().__init__()
-        self.features = slice(start, stop)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[..., self.features]
 
 
 def divide(name: str, count: int, size: int) -> int:
