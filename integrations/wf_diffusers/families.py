@@ -6,7 +6,7 @@ Cross attention is left alone: its text stays whole on every rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -50,56 +50,39 @@ CONTROL = "residuals of a ControlNet, which would have to be cut"
 KWARGS = "arguments of attention, such as an IP-Adapter's"
 TEXT = "encoder_hidden_states"
 JOINT = Cut("transformer_blocks.0", ((TEXT,), ("hidden_states",)))
+IMAGE = Cut("transformer_blocks.0", (("hidden_states",),))
+PIXART = Family(attention=("transformer_blocks.*.attn1",), cuts=(IMAGE,), gathered="proj_out")
+FLUX = Family(
+    attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
+    cuts=(Cut("", ((TEXT, "txt_ids"), ("hidden_states", "img_ids"))),),
+    gathered="proj_out",
+    refused=(
+        ("controlnet_block_samples", CONTROL),
+        ("controlnet_single_block_samples", CONTROL),
+        ("joint_attention_kwargs", KWARGS),
+    ),
+    allows_empty_stream=True,
+)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "CogVideoXTransformer3DModel": Family(
-            attention=("transformer_blocks.*.attn1",),
-            cuts=(
-                Cut("", ((TEXT,), ("image_rotary_emb",)), kept=TEXT),
-                JOINT,
-            ),
-            gathered="proj_out",
+        "CogVideoXTransformer3DModel": replace(
+            PIXART,
+            cuts=(Cut("", ((TEXT,), ("image_rotary_emb",)), kept=TEXT), JOINT),
             refused=(("attention_kwargs", KWARGS),),
         ),
-        "DiTTransformer2DModel": Family(
-            attention=("transformer_blocks.*.attn1",),
-            cuts=(Cut("transformer_blocks.0", (("hidden_states",),)),),
-            gathered="proj_out_2",
-        ),
-        "FluxTransformer2DModel": Family(
-            attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
-            cuts=(Cut("", (("encoder_hidden_states", "txt_ids"), ("hidden_states", "img_ids"))),),
-            gathered="proj_out",
-            refused=(
-                ("controlnet_block_samples", CONTROL),
-                ("controlnet_single_block_samples", CONTROL),
-                ("joint_attention_kwargs", KWARGS),
-            ),
-            allows_empty_stream=True,
-        ),
-        "Flux2Transformer2DModel": Family(
-            attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
-            cuts=(Cut("", (("encoder_hidden_states", "txt_ids"), ("hidden_states", "img_ids"))),),
-            gathered="proj_out",
+        "DiTTransformer2DModel": replace(PIXART, gathered="proj_out_2"),
+        "FluxTransformer2DModel": FLUX,
+        "Flux2Transformer2DModel": replace(
+            FLUX,
             refused=(
                 ("joint_attention_kwargs", KWARGS),
                 ("kv_cache_mode", "keys of reference images, which are kept whole"),
             ),
-            allows_empty_stream=True,
         ),
-        "LTXVideoTransformer3DModel": Family(
-            attention=("transformer_blocks.*.attn1",),
-            cuts=(
-                Cut("transformer_blocks.0", (("hidden_states",),)),
-                Cut("transformer_blocks.*", (("image_rotary_emb",),)),
-            ),
-            gathered="proj_out",
+        "LTXVideoTransformer3DModel": replace(
+            PIXART, cuts=(IMAGE, Cut("transformer_blocks.*", (("image_rotary_emb",),)))
         ),
-        "PixArtTransformer2DModel": Family(
-            attention=("transformer_blocks.*.attn1",),
-            cuts=(Cut("transformer_blocks.0", (("hidden_states",),)),),
-            gathered="proj_out",
-        ),
+        "PixArtTransformer2DModel": PIXART,
         "QwenImageTransformer2DModel": Family(
             attention=("transformer_blocks.*.attn",),
             cuts=(
