@@ -63,17 +63,6 @@ def counted_labels_at_padding() -> Context:
     return patch.object(Handle, "without_padded_labels", lambda _, batch: dict(batch))
 
 
-def zero_loss_without_labels() -> Context:
-    """The loss of a batch without labels is 0, not NaN as on one rank."""
-    share = WholeBatchHooks._share
-    return patch.object(WholeBatchHooks, "_share", lambda *args: share(*args).nan_to_num(0.0))
-
-
-def counted_operations_of_all_ranks() -> Context:
-    """Every rank counts the operations of the whole batch."""
-    return patch.object(Handle, "share_operations", lambda _, model: None)
-
-
 def constant_softmax_scale() -> Context:
     """A softmax scale that is a parameter is taken as a number: it gets no gradient."""
     function = "wf_backends.parallel.softmax._scale"

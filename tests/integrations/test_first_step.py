@@ -85,21 +85,12 @@ def llama_with_learned_scale() -> Any:
 
 
 PADDED = batch(2, 24, attention_mask=(torch.arange(24) < 17).long().expand(2, -1))
-build_llama = partial(build, "llama", "sdpa", {})
 
 
 @pytest.mark.filterwarnings("ignore:14 labels of this batch")
 @pytest.mark.parametrize(
     ("make_model", "labelled", "without_safeguard", "where", "with_safeguard"),
     [
-        pytest.param(
-            build_llama,
-            batch(2),
-            removed.zero_loss_without_labels,
-            "its loss without labels",
-            TRAINS,
-            id="no labels",
-        ),
         pytest.param(
             lambda: build("bert", "sdpa", {}),
             PADDED,
@@ -115,18 +106,6 @@ build_llama = partial(build, "llama", "sdpa", {})
             "the gradient of model.layers.0.self_attn.scaling",
             pytest.raises(ValueError, match="softmax_scale must be a number"),
             id="learned scale",
-        ),
-        pytest.param(
-            build_llama,
-            batch(),
-            removed.counted_operations_of_all_ranks,
-            "its floating_point_ops",
-            TRAINS,
-            id="operations",
-            marks=pytest.mark.skipif(
-                not hasattr(tf.PreTrainedModel, "floating_point_ops"),
-                reason="the Trainer of transformers 5 counts itself",
-            ),
         ),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from wf_backends.dsp import (
     named_tensors,
     receivers,
 )
-from wf_backends.parallel import IGNORE_INDEX
 from wf_backends.schedule import LAYOUTS
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
@@ -30,14 +29,13 @@ from wf_transformers.comparison.gradients import gradients_of, is_partitioned, s
 from wf_transformers.comparison.rows import Rows
 from wf_transformers.families.media import media_modules
 from wf_transformers.families.stacks import is_cut_inside
-from wf_transformers.handle import OPERATIONS, Handle
+from wf_transformers.handle import Handle
 from wf_transformers.replace import set_until
 from wf_transformers.whole_batches.heads import head_is_over_all_rows
 
 SMALL_GRADIENT = 0.1  # of the largest gradient: key biases only have gradients of rounding errors
 MAX_KEPT_BYTES = 1 << 28  # of a part's module outputs; those of later modules are not compared
 LOSS = "loss"
-UNLABELLED = "loss without labels"
 
 Gather = Callable[[nn.Module], AbstractContextManager[Any]]
 Call = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
@@ -93,7 +91,6 @@ class Comparison:
             self.batch = handle.without_padded_labels(self.batch)
             kwargs = self._attached_kwargs(handle)
             part, part_gradients = self._run(kwargs, self._keep_output, whole=False)
-            part_values = self._trainer_values(kwargs, handle.whole_batches, self.sp.size)
         with alone:
             single_rank = SequenceParallel(SequenceParallelConfig(), World(1).comm(0))
             for module in receivers(self.model):
@@ -101,7 +98,6 @@ class Comparison:
             no_cache = {"use_cache": False} if "use_cache" in parameter_names(self.model) else {}
             kwargs = self.batch | ({} if self._call else no_cache)
             whole, whole_gradients = self._run(kwargs, self._compare_output, whole=True)
-            whole_values = self._trainer_values(kwargs, handle.whole_batches)
         compared = [
             self._compare(f"its {key}", part[key], whole[key]) for key in part if key in whole
         ]
@@ -112,36 +108,12 @@ class Comparison:
             )
         if all(compared) and part.keys() == whole.keys() or LOSS in whole:
             self._compare_gradients(part_gradients, whole_gradients)
-        for key in part_values.keys() & whole_values.keys():
-            self._compare(f"its {key}", part_values[key], whole_values[key])
 
     def first_equal_dropout(self, handle: Handle) -> str | None:
         """Run once more, with dropout: see `DropoutRecorder.first_equal_mask`."""
         with _prepared(handle), DropoutRecorder() as recorder:
             self._run(self._attached_kwargs(handle), recorder.record_module, whole=False)
         return recorder.first_equal_mask(self.sp.comm)
-
-    def _trainer_values(self, kwargs: Mapping[str, Any], counts: bool, size: int = 1) -> Named:
-        """What a Trainer computes with a model that takes whole batches, besides outputs.
-
-        The number of operations if it `counts` them, summed over `size` ranks, and the loss of an
-        evaluation in which no label counts.
-        """
-        values: Named = {}
-        if not self.whole_batches or not self._backward or not self._rows.shape or self._call:
-            return values
-        operations: Any = getattr(self.model, OPERATIONS, None)
-        if operations is not None and counts:
-            values[OPERATIONS] = torch.tensor(float(operations(kwargs)) * size, dtype=torch.float64)
-        labels = kwargs.get("labels")
-        if isinstance(labels, Tensor):
-            no_labels = {"labels": torch.full_like(labels, IGNORE_INDEX)}
-            self.model.eval()
-            with torch.no_grad(), suppress(Exception):  # some models raise without labels
-                outputs = dict(named_tensors(self.model(**{**kwargs, **no_labels})))
-                values |= {UNLABELLED: outputs[LOSS]} if LOSS in outputs else {}
-            self.model.train()
-        return values
 
     def _attached_kwargs(self, handle: Handle) -> dict[str, Any]:
         """The keyword arguments for the attached model."""
