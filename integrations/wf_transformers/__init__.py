@@ -17,7 +17,7 @@ from wf_transformers.attention.documents import MASK_ARGUMENTS, mask_arguments
 from wf_transformers.attention.registry import register
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.comparison.verify import VERIFY, verify
-from wf_transformers.entry import apply, attach, attach_model, connect, connect_any
+from wf_transformers.entry import apply, attach, attach_model, connect
 from wf_transformers.families.media import shard_media
 from wf_transformers.families.stacks import shard_between
 from wf_transformers.folders.load import model_from_folder
@@ -58,7 +58,6 @@ __all__ = [
     "attach_stages",
     "compared_first",
     "connect",
-    "connect_any",
     "counted_by_group",
     "counted_once",
     "data_parallel",

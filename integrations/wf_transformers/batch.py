@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from wf_backends.parallel import at_least_one
 from wf_transformers.attach import is_applied
 from wf_transformers.attention.documents import mask_arguments
-from wf_transformers.attention.masks import placeholder_mask
 from wf_transformers.attention.registry import registered_for
 from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
 from wf_transformers.families.experts import ROUTER_MASK, has_router_loss
@@ -98,12 +97,14 @@ def _refuse_unspreadable(model: nn.Module) -> None:
 
 
 def _placeholder_mask(model: nn.Module, local_batch: Mapping[str, Any]) -> Tensor:
+    """(b, 1, 1, 1) zeros: hides nothing, and keeps the model from building an (s, s) mask. Some
+    models write the smallest number of their dtype there."""
     tokens = tokens_of(local_batch)
     if tokens is None:
         raise ValueError(f'a batch needs "input_ids" (b, s), got the keys {sorted(local_batch)}')
     has_float64 = any(p.dtype == torch.float64 for p in model.parameters())
     dtype = torch.float64 if has_float64 else torch.float32
-    return placeholder_mask(tokens.shape[0], tokens.device, dtype)
+    return torch.zeros(len(tokens), 1, 1, 1, device=tokens.device, dtype=dtype)
 
 
 def _unwrap(model: nn.Module) -> nn.Module:

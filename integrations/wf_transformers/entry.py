@@ -88,8 +88,8 @@ def _refuse_local_attention(
             raise NotImplementedError(no_registry_error(pretrained))
 
 
-connect = connect_any = attach
-"""Earlier names of `attach`."""
+connect = attach
+"""An earlier name of `attach`."""
 
 
 def apply(model: PreTrainedModel, sp: SequenceParallel) -> Handle:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -65,13 +64,6 @@ class Handle:
         context_fn = self.attention.documents.checkpoint_contexts
         return {"use_reentrant": False, "context_fn": context_fn}
 
-    @property
-    def connection(self) -> Self:
-        """The handle itself: an earlier name."""
-        return self
-
-    application = connection
-
     def report(self) -> dict[str, int]:
         """Bytes this rank's attention sent since the last report, by label."""
         return self.sp.report()
@@ -118,19 +110,22 @@ class Handle:
 
     def without_padded_labels(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch with labels of -100 at padding; warns once if it had other labels there."""
-        padded = labels_at_padding(batch)
-        count = int(padded.sum())
-        if count and not self._warned:
+        batch, mask, labels = dict(batch), batch.get("attention_mask"), batch.get("labels")
+        if not isinstance(mask, Tensor) or not isinstance(labels, Tensor):
+            return batch
+        if mask.shape != labels.shape:
+            return batch
+        padded = (mask == 0) & (labels != IGNORE_INDEX)
+        if (count := int(padded.sum())) == 0:
+            return batch
+        if not self._warned:
             self._warned = True
             warnings.warn(
                 f"{count} labels of this batch are where attention_mask is 0: they are ignored "
                 f"here, and count without WallFacer. Set them to {IGNORE_INDEX} to ignore them",
                 stacklevel=3,
             )
-        batch = dict(batch)
-        if count:
-            batch["labels"] = batch["labels"].masked_fill(padded, IGNORE_INDEX)
-        return batch
+        return batch | {"labels": labels.masked_fill(padded, IGNORE_INDEX)}
 
     def prepare_dataloader(
         self,
@@ -205,18 +200,6 @@ class Handle:
 def recorded_changes(handle: Handle) -> AbstractContextManager[Any]:
     """Record what is changed on the handle's model inside; see `Changes.recorded`."""
     return nullcontext() if handle.first is None else handle.first.changes.recorded()
-
-
-def labels_at_padding(batch: Mapping[str, Any]) -> Tensor:
-    """(b, S) bool, True where attention_mask is 0 and the label is not -100.
-
-    A scalar False if the batch lacks labels or a mask of their shape.
-    """
-    mask, labels = batch.get("attention_mask"), batch.get("labels")
-    if isinstance(mask, Tensor) and isinstance(labels, Tensor) and mask.shape == labels.shape:
-        return (mask == 0) & (labels != IGNORE_INDEX)
-    device = labels.device if isinstance(labels, Tensor) else None
-    return torch.zeros((), dtype=torch.bool, device=device)
 
 
 def data_parallel(sp: SequenceParallel, group: ProcessGroup | None = None) -> tuple[int, int]:

@@ -21,16 +21,6 @@ ADVICE = (
 )
 
 
-def placeholder_mask(size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(b, 1, 1, 1) zeros: hides nothing, and keeps the model from building an (s, s) mask.
-
-    Args:
-        size: b.
-        dtype: must hold the smallest number of the model's dtype: some models write it there.
-    """
-    return torch.zeros(size, 1, 1, 1, device=device, dtype=dtype)
-
-
 class MaskCheck:
     """Checks the content of a mask once per forward pass, not once per layer."""
 

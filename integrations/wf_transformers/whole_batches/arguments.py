@@ -47,8 +47,9 @@ def seqlen_of(arguments: Mapping[str, Any]) -> int:
 
 def mask_of_ones(arguments: Mapping[str, Any]) -> Tensor:
     """The attention_mask (b, S) of a batch without padding."""
-    tokens: Any = tokens_of(arguments)
-    return torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+    seqlen, tokens = seqlen_of(arguments), tokens_of(arguments)
+    assert tokens is not None, "seqlen_of raises without tokens"
+    return tokens.new_ones(len(tokens), seqlen, dtype=torch.int64)
 
 
 def has_row_per_token(key: str, value: Any, seqlen: int) -> bool:

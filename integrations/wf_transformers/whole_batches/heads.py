@@ -20,13 +20,11 @@ from wf_backends._compile import eager
 from wf_transformers.attention.documents import mask_arguments
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import (
-    HIDDEN_STATES,
-    PARTIAL_STATES,
     TOKENS,
     by_name,
     parameter_names,
+    refuse_partial_states,
     takes_any_keyword,
-    wants_output,
 )
 from wf_transformers.families.media import media_of
 from wf_transformers.families.stacks import stacks_of, whole_rows
@@ -99,8 +97,7 @@ class HeadHooks:
         """Refuse arguments for which the head would need more than this rank's rows."""
         arguments = by_name(parameter_names(model), args, kwargs)
         refuse_arguments(arguments)
-        if wants_output(HIDDEN_STATES, model, arguments):
-            raise NotImplementedError(PARTIAL_STATES)
+        refuse_partial_states(model, arguments)
         mask = arguments.get("attention_mask")
         padded = isinstance(mask, Tensor) and not bool(mask.all())
         if padded and any(arguments.get(key) is not None for key in SPAN_LABELS):

@@ -16,18 +16,18 @@ from itertools import chain
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from wf_backends._compile import eager
-from wf_transformers.calls import by_name, tokens_of
+from wf_transformers.calls import by_name
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost, transformers_class
 from wf_transformers.replace import temporarily_replace
 from wf_transformers.whole_batches.arguments import (
     has_row_per_token,
     keep_padding_in_range,
+    mask_of_ones,
     seqlen_of,
 )
 from wf_transformers.whole_batches.call import Call
@@ -162,12 +162,10 @@ def _counts_valid_tokens(model: nn.Module) -> bool:
 
 def padding_on_the_left(arguments: Mapping[str, Any]) -> Tensor:
     """(b,) int64: how many tokens of padding each sample begins with."""
-    mask, tokens = arguments.get("attention_mask"), tokens_of(arguments)
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        return (mask != 0).int().argmax(dim=1)
-    if tokens is None:
-        return torch.zeros(1, dtype=torch.int64)
-    return torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
+    mask = arguments.get("attention_mask")
+    is_padding = isinstance(mask, Tensor) and mask.dim() == 2
+    mask = mask if is_padding else mask_of_ones(arguments)
+    return (mask != 0).int().argmax(dim=1)
 
 
 def _padding_moved_right(arguments: Mapping[str, Any], starts: Tensor) -> dict[str, Any]:
