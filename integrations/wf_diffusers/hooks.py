@@ -20,7 +20,7 @@ from wf_backends.schedule import Layout, make_layout, size
 from wf_diffusers.attention import Attention, take_over
 from wf_diffusers.families import Cut, Family, find_modules
 from wf_transformers import Handle
-from wf_transformers.calls import parameter_names
+from wf_transformers.calls import by_name, parameter_names
 
 Arguments = dict[str, Any]
 
@@ -50,7 +50,7 @@ class TransformerHooks:
 
     def _before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
         """Check the arguments of a call of the model: supported, and the same on every rank."""
-        arguments = dict(zip(parameter_names(model), args, strict=False)) | kwargs
+        arguments = by_name(parameter_names(model), args, kwargs)
         self.attention.calls = 0
         if self.sp.size == 1:
             return
@@ -63,7 +63,7 @@ class TransformerHooks:
         names = parameter_names(module)
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
-            arguments = dict(zip(names, args, strict=False)) | kwargs
+            arguments = by_name(names, args, kwargs)
             if _get_argument(arguments, cut.streams[-1][0]) is None:
                 return None
             layouts = [self._layout] if cut.reuses_layout else self._layouts(cut, arguments)

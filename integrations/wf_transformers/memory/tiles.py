@@ -52,11 +52,8 @@ class TrainingBudget:
         for key in ("seqlen", "batch_size"):
             if options.get(key) is not None:
                 positive(f'"{AUTOCHUNK}.{key}"', options[key])
-        memory, slowdown = (
-            options.get("max_memory"),
-            options.get("max_slowdown", cls().max_slowdown),
-        )
-        budget = checked_budget(memory, slowdown, f'"{AUTOCHUNK}.max_{{}}"')
+        slowdown = options.get("max_slowdown", cls().max_slowdown)
+        budget = checked_budget(options.get("max_memory"), slowdown, f'"{AUTOCHUNK}.max_{{}}"')
         return cls(budget.memory, budget.slowdown, options.get("seqlen"), options.get("batch_size"))
 
     def longest(self, model: nn.Module) -> int:

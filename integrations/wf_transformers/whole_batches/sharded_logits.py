@@ -37,7 +37,7 @@ class Unusable:
     Code that only walks through the fields of an output can do so.
     """
 
-    REASON: ClassVar[str]
+    REASON: ClassVar[str] = UNSUPPORTED_USE
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(Tensor, name):
@@ -115,8 +115,6 @@ class ShardedLogits(Unusable):
         tokens: the n selected tokens of the S.
     """
 
-    REASON = UNSUPPORTED_USE
-
     local: Tensor
     rows: Rows
     tokens: range
@@ -180,8 +178,6 @@ class ShardedLogits(Unusable):
 class MaskedLogits(Unusable):
     """The rows of logits that a mask (b, n) selects. Only their mean can be computed."""
 
-    REASON = UNSUPPORTED_USE
-
     logits: ShardedLogits
     mask: Tensor
 
@@ -193,8 +189,6 @@ class MaskedLogits(Unusable):
 @dataclass(frozen=True, eq=False)
 class FlattenedLogits(Unusable):
     """Logits as (b n, V), for plain cross entropy."""
-
-    REASON = UNSUPPORTED_USE
 
     logits: ShardedLogits
 
