@@ -162,6 +162,10 @@ def test_labels_are_the_next_tokens_of_each_document(
     [
         ({"attention_mask": valid_mask(5).flip(1)}, "attention_mask is padded on"),
         ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1]])}, "attention_mask has holes"),
+        (
+            {"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2, 0]])},  # numbers of documents
+            r"attention_mask must be 1 .* got \[0, 1, 2\]: give packed documents as cu_seqlens",
+        ),
         ({"attention_mask": valid_mask(0)}, "attention_mask holds no valid token"),
         ({"attention_mask": torch.ones(1, 1, 7, 7)}, r"attention_mask must .*\(1, 1, 7, 7\)"),
         ({"labels": torch.tensor([1])}, r"labels must be a tensor \(1, 7\), got \(1,\)"),

@@ -62,9 +62,9 @@ def prepare_batch(
         of any integer dtype become int64.
 
     Raises:
-        ValueError: for a tensor that is not (b, S, ...), a mask with holes or padding on the
-            left, an impossible multiple, cu_seqlens that do not end at S, position_ids that
-            restart without cu_seqlens or slices, or slices with padding; names the key.
+        ValueError: for a tensor that is not (b, S, ...), a mask of other numbers, with holes or
+            padding on the left, an impossible multiple, cu_seqlens that do not end at S, slices
+            with padding, or position_ids that restart without cu_seqlens or slices; names the key.
     """
     if multiple < 1:
         raise ValueError(f"multiple must be at least 1 token, got {multiple}")
@@ -122,6 +122,11 @@ def _valid(mask: Tensor | None) -> Tensor | None:
     if mask is None:
         return None
     valid = mask != 0
+    if not bool((valid == mask).all()):
+        raise ValueError(
+            f"attention_mask must be 1 (valid) or 0 (padding), got {mask.unique().tolist()[:9]}: "
+            "give packed documents as cu_seqlens"
+        )
     if bool((valid[:, 1:] & ~valid[:, :-1]).any()):
         on_left = bool((~valid[:, 0] & valid.any(dim=1)).any())
         fault = "is padded on the left" if on_left else "has holes"

@@ -101,12 +101,9 @@ class SequenceParallel(AttentionMethod, Sharding, Shared):
         same["cu_seqlens"] = fingerprint(batch.get("cu_seqlens"))
         same |= {key: fingerprint(batch[key]) for key in SLICE_ARGUMENTS if key in batch}
         on_device = next(iter(tensors.values())) if tensors else torch.empty(0)
-        keys = {"keys of the batch": fingerprint(sorted(same))}
-        try:
-            self._consistency.check(keys, {}, on_device, remember=False)
-        except ValueError as error:
-            error.add_note(f"keys of the batch on {self.comm.me}: {sorted(same)}")
-            raise
+        names = {"keys of the batch": sorted(same)}
+        keys = {name: fingerprint(keys) for name, keys in names.items()}
+        self._consistency.check(keys, {}, on_device, remember=False, objects=names)
         self._consistency.check(same, {}, on_device, remember=False)
         return tensors
 
