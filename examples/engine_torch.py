@@ -41,7 +41,7 @@ class TorchEngine:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._handle = wf_transformers.attach(model.to(self._device), sp)
         if settings.get("recompute", False):
-            model.gradient_checkpointing_enable(self._handle.checkpoint_kwargs)
+            model.gradient_checkpointing_enable()
         self.rank = dist.get_rank()
         self.data_parallel_rank = self._handle.data_parallel_rank
         self.data_parallel_size = self._handle.data_parallel_size

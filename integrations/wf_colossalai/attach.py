@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from wf_backends import SequenceParallel
 from wf_backends.dsp import Mode, Stages
-from wf_colossalai.hooks import TokenHooks, recompute_with_documents
+from wf_colossalai.hooks import TokenHooks
 from wf_colossalai.pipeline import Stage
 from wf_colossalai.table import AttentionModule, find
 from wf_transformers import (
@@ -70,9 +69,6 @@ def attach(
             for name, function in row.methods.items():
                 handle.set(module, "wallfacer", handle.attention)
                 handle.set(module, name, MethodType(function, module))
-    if outermost(model):
-        recompute = partial(recompute_with_documents, handle)
-        handle.hooks(model.register_forward_pre_hook(recompute))
     if head_is_over_all_rows(model):
         is_last = stages.is_last_stage if stages else lambda: True
         HeadHooks(model, handle, is_last)  # type: ignore[arg-type]

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers.modeling_outputs import CausalLMOutput
 
-from wf_backends._compile import eager
 from wf_backends.parallel import count_valid
 from wf_colossalai.sequence import plain
 from wf_transformers import Handle, WholeBatchHooks, mask_arguments, outermost
@@ -105,14 +104,3 @@ def _split_vocab_size(model: nn.Module, logits: Tensor) -> int | None:
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     vocab_size = getattr(getattr(model, "config", None), "vocab_size", 0)
     return head.out_features if head is not None and logits.shape[-1] < vocab_size else None
-
-
-@eager
-def recompute_with_documents(handle: Handle, model: Any, _: Any) -> None:
-    """Before a forward: if checkpointing was enabled without `handle.checkpoint_kwargs`, enable it
-    with them, so that recomputed layers see their documents."""
-    checkpointed = (m for m in model.modules() if getattr(m, "gradient_checkpointing", False))
-    checkpoint = getattr(next(checkpointed, None), "_gradient_checkpointing_func", None)
-    kwargs, ours = getattr(checkpoint, "keywords", {}), handle.checkpoint_kwargs
-    if checkpoint is not None and kwargs.get("context_fn") != ours["context_fn"]:
-        model.gradient_checkpointing_enable(ours)

@@ -45,6 +45,7 @@ from wf_transformers.families.table import (
     modules_without_registry,
 )
 from wf_transformers.handle import Handle
+from wf_transformers.memory.checkpoints import recompute_checkpoints_with_documents
 from wf_transformers.memory.tiles import recompute_with_documents
 from wf_transformers.models import (
     inner_models,
@@ -195,6 +196,8 @@ def _check_calls(model: PreTrainedModel, handle: Handle) -> None:
             if tokens is None:
                 with handle.advising():
                     handle.sp.check_same(arguments)
+        if attention.documents.used:
+            recompute_checkpoints_with_documents(model, handle)
         if not takes_kwargs:
             kwargs = without_documents(args, kwargs)  # models with ALiBi take no position_ids
             return {k: x for k, x in kwargs.items() if k != "position_ids" or k in names}

@@ -58,8 +58,8 @@ class Handle:
     def checkpoint_kwargs(self) -> dict[str, Any]:
         """For `model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=...)`.
 
-        Needed in models that do not pass keyword arguments down to attention, for batches with
-        documents (also padding under full attention); harmless elsewhere.
+        Layers that are recomputed in it know the documents of their forward. The model's forwards
+        add it to `torch.utils.checkpoint` themselves, unless that has another `context_fn`.
         """
         context_fn = self.attention.documents.checkpoint_contexts
         return {"use_reentrant": False, "context_fn": context_fn}

@@ -56,8 +56,6 @@ class Setup:
     apply: bool = False
     """Whether `wf_transformers.apply` is called; without it the registered name is all."""
     checkpoint: bool = False
-    own_checkpoint_kwargs: bool = True
-    """Whether checkpointing gets the `checkpoint_kwargs` that `apply` returns."""
     bert_implementation: str = "eager"
     """What a BERT with a registry of its own is built with; "": the registered name."""
     config_changes: Mapping[str, Any] = field(default_factory=dict)
@@ -84,13 +82,10 @@ def attached(setup: Setup, sp: Any, name: str, state: Any) -> Any:
     if setup.family == "bert" and BERT_HAS_OWN_REGISTRY:
         name = setup.bert_implementation or name
     model = build(setup.family, name, setup.config_changes, state)
-    checkpoint_kwargs: dict[str, Any] = {"use_reentrant": False}
     if setup.apply:
-        application = wf_transformers.apply(model, sp)
-        if setup.own_checkpoint_kwargs:
-            checkpoint_kwargs = application.checkpoint_kwargs
+        wf_transformers.apply(model, sp)
     if setup.checkpoint:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_kwargs)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
@@ -114,12 +109,6 @@ def test_packed_documents_are_exact(family: str, layout: str, size: int) -> None
 @pytest.mark.parametrize("family", HANDS_KEYWORDS_ON)
 def test_packed_documents_need_no_apply_where_layers_hand_keywords_on(family: str) -> None:
     setup = Setup(family, checkpoint=LAYERS_KEEP_KEYWORDS)
-    assert_exact(setup, 2, batch(cu_seqlens=DOCUMENTS))
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_recomputed_layers_that_hand_keywords_on_need_no_checkpoint_kwargs(family: str) -> None:
-    setup = Setup(family, apply=True, checkpoint=True, own_checkpoint_kwargs=False)
     assert_exact(setup, 2, batch(cu_seqlens=DOCUMENTS))
 
 

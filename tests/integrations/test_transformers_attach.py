@@ -110,11 +110,8 @@ def test_recomputed_layers_forget_the_documents_of_an_earlier_batch(family: str)
 
     def rank(sp: SequenceParallel, name: str) -> Result:
         model = build(family, name, {})
-        application = wf_transformers.apply(model, sp)
-        hands_keywords_on = family == "llama"
-        model.gradient_checkpointing_enable(
-            {"use_reentrant": False} if hands_keywords_on else application.checkpoint_kwargs
-        )
+        wf_transformers.apply(model, sp)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
         run_on_shard(model, sp, sp.shard_batch(packed))
         model.zero_grad()
         return run_on_shard(model, sp, sp.shard_batch(plain))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 
@@ -41,13 +44,29 @@ def test_layers_that_drop_keywords_need_apply() -> None:
         wf_transformers.forward_kwargs(model, PACKED)
 
 
-@GPT2_DROPS_KEYWORDS
-def test_recomputed_layers_that_drop_keywords_need_checkpoint_kwargs() -> None:
+@pytest.mark.parametrize("kwargs", [None, {"use_reentrant": True}])
+def test_checkpointing_as_a_trainer_enables_it_recomputes_with_the_documents(kwargs: Any) -> None:
+    """After the model is attached, and with transformers' default, the reentrant variant."""
     with model_on_one_rank("gpt2", apply=True) as model:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        loss = model(**wf_transformers.forward_kwargs(model, PACKED)).logits.sum()
+        expected = packed_gradients(model)
+        model.gradient_checkpointing_enable(kwargs)
+        for name, grad in packed_gradients(model).items():
+            assert_close(grad, expected[name], name)
+
+
+@GPT2_DROPS_KEYWORDS
+def test_recomputing_in_a_context_of_the_users_own_needs_checkpoint_kwargs() -> None:
+    with model_on_one_rank("gpt2", apply=True) as model:
+        own = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), nullcontext())}
+        model.gradient_checkpointing_enable(own)
         with pytest.raises(ValueError, match="checkpoint_kwargs"):
-            loss.backward()
+            packed_gradients(model)
+
+
+def packed_gradients(model: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(**wf_transformers.forward_kwargs(model, PACKED)).logits.logsumexp(-1).sum().backward()
+    return gradients(model)
 
 
 @pytest.mark.parametrize("tiled_first", [False, True])

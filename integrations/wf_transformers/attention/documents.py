@@ -18,9 +18,9 @@ NO_DOCUMENTS: MaskKwargs = MappingProxyType({})
 
 OUTSIDE = (
     "this call does not say which documents it has, but earlier calls did. Call the model that "
-    "wf_transformers.apply was given, not a part of it; with gradient checkpointing, call "
-    "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=handle."
-    "checkpoint_kwargs), so that recomputed layers find their documents"
+    "wf_transformers.apply was given, not a part of it; where you checkpoint layers "
+    "with a context_fn of your own, enter the contexts of handle.checkpoint_kwargs['context_fn']() "
+    "too, so that recomputed layers find their documents"
 )
 
 

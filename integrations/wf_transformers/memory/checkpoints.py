@@ -94,6 +94,20 @@ def _enable(model: PreTrainedModel, handle: Handle) -> None:
     model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
 
 
+def recompute_checkpoints_with_documents(model: nn.Module, handle: Handle) -> None:
+    """Let layers that torch's `checkpoint` recomputes know their documents, until `remove()`.
+
+    Called before forwards: a Trainer may set new checkpoint functions after the model is attached.
+    Functions with a `context_fn` of the caller's own stay as they are.
+    """
+    for module in model.modules():
+        function = getattr(module, CHECKPOINT_FUNCTION, None)
+        if not (getattr(module, ENABLED, False) and isinstance(function, partial)):
+            continue
+        if checkpoint in (function.func, *function.args) and "context_fn" not in function.keywords:
+            handle.set(module, CHECKPOINT_FUNCTION, partial(function, **handle.checkpoint_kwargs))
+
+
 def _offload_inputs(model: nn.Module, _: Any) -> None:
     """Wrap the checkpoint functions before every forward: a Trainer may have set new ones."""
     for module in model.modules():
