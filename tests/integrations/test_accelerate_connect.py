@@ -43,7 +43,8 @@ def test_remove_restores_the_model_and_the_accelerator() -> None:
     with wf_accelerate.connect(model, accelerator, {"sequence_parallel_size": 1}):
         assert model(ids, labels=ids).loss.item() == pytest.approx(expected.item(), rel=1e-6)
         added = set(vars(accelerator)) - set(attributes)
-        assert added == {"prepare_data_loader", "prepare_scheduler", "gather_for_metrics"}
+        methods = {"prepare_data_loader", "prepare_scheduler", "gather_for_metrics"}
+        assert added == methods | {"wallfacer_groups"}
     assert vars(accelerator) == attributes and vars(accelerate.accelerator) == functions
     assert not model._forward_pre_hooks and not model._forward_hooks
 
@@ -137,6 +138,17 @@ def test_the_loaders_of_two_connected_models_count_a_group_once() -> None:
                 pass
     options = prepare.call_args.kwargs
     assert (options["num_processes"], options["process_index"]) == (2, 1)
+
+
+def test_two_models_may_be_removed_in_any_order() -> None:
+    """The loaders of the model that is left still count groups; at last nothing is replaced."""
+    accelerator, config = Accelerator(cpu=True), {"sequence_parallel_size": 1, "verify": False}
+    before = dict(vars(accelerator))
+    first, second = (wf_accelerate.connect(tiny_llama(), accelerator, config) for _ in range(2))
+    first.remove()
+    assert "prepare_data_loader" in vars(accelerator)
+    second.remove()
+    assert vars(accelerator) == before
 
 
 def test_a_prepared_scheduler_makes_a_step_for_each_group() -> None:

@@ -10,16 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
-from wf_transformers.replace import temporarily_replace
+from wf_transformers.replace import set_until, temporarily_replace
 
 Function = Callable[..., Any]
-GROUP = "wallfacer_ranks"  # attribute of a replaced method: returns the number of ranks in a group
+GROUPS = "wallfacer_groups"  # attribute of an Accelerator, or of the class: its `Groups`
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Who needs the replaced methods of one Accelerator, or of the class.
+
+    Attributes:
+        sizes: for every connected model a function that returns the number of ranks in a group.
+        undo: puts the methods back, after the last model is removed.
+    """
+
+    sizes: list[Callable[[], int]]
+    undo: ExitStack
 
 
 @contextmanager
@@ -34,33 +48,41 @@ def counted_by_group(owner: Any, size: Callable[[], int]) -> Iterator[None]:
     Raises:
         ValueError: if they count groups of another size already (another model was connected).
     """
-    with ExitStack() as stack:
-        for method, functions in FUNCTIONS.items():
-            earlier = getattr(getattr(owner, method), GROUP, None)
-            if earlier is not None and earlier() != size():
-                raise ValueError(
-                    f"sequence_parallel_size {size()} beside {earlier()} of a model that was "
-                    f"connected earlier: the loaders of one Accelerator serve groups of one size"
-                )
-            stack.enter_context(temporarily_replace(owner, method, partial(_run, functions, size)))
-            setattr(getattr(owner, method), GROUP, size)
+    groups: Groups = getattr(owner, GROUPS, None) or _replace_methods(owner)
+    if groups.sizes and groups.sizes[0]() != size():
+        raise ValueError(
+            f"sequence_parallel_size {size()} beside {groups.sizes[0]()} of a model that was "
+            f"connected earlier: the loaders of one Accelerator serve groups of one size"
+        )
+    groups.sizes.append(size)
+    try:
         yield
+    finally:
+        groups.sizes.remove(size)
+        if not groups.sizes:
+            groups.undo.close()
+
+
+def _replace_methods(owner: Any) -> Groups:
+    groups = Groups([], ExitStack())
+    set_until(groups.undo, owner, GROUPS, groups)
+    for method, functions in FUNCTIONS.items():
+        run = partial(_run, functions, groups.sizes)
+        groups.undo.enter_context(temporarily_replace(owner, method, run))
+    return groups
 
 
 def _run(
     functions: Mapping[str, Function],
-    size: Callable[[], int],
+    sizes: list[Callable[[], int]],
     method: Function,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a method of an Accelerator, with `functions` in place of those of its module, once if
-    several models were connected."""
+    """Call a method of an Accelerator, with `functions` in place of those of its module."""
     import accelerate.accelerator
 
-    while hasattr(method, GROUP):
-        method = method.__wrapped__  # type: ignore[attr-defined]
-    ranks = size()
+    ranks = sizes[0]()
     with ExitStack() as stack:
         for name, function in functions.items() if ranks > 1 else ():
             by_group = partial(function, ranks)
