@@ -31,6 +31,7 @@ from wf_transformers.handle import OPERATIONS
 from wf_transformers.whole_batches.custom_loss import has_fused_head
 from wf_transformers.whole_batches.log_probabilities import (
     LogProbabilityHooks,
+    Rollout,
     makes_log_probabilities,
 )
 
@@ -131,16 +132,32 @@ def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False
     if not isinstance(trainer.model, nn.Module):
         raise ValueError(f"the Trainer has no model, got {type(trainer.model)}")
     trl = TrlTrainer(trainer) if makes_log_probabilities(trainer) else None
+    rollout = _evaluation_rollout(trainer)  # before the model is attached
     handle = _connect(trainer.model, trainer.accelerator, config, whole_logits, trl)
     with handle.removed_on_error():
         if trl is not None:
             trl.connect(handle)
+        if rollout is not None:
+            rollout.take_over(handle)
         _replace_steps(trainer, handle)
     # The Trainer holds the accelerator's method as it was before we replaced it
     options = getattr(trainer.gather_function, "keywords", {})
     gather = partial(trainer.accelerator.gather_for_metrics, **options)
     handle.set(trainer, "gather_function", gather)
     return handle
+
+
+def _evaluation_rollout(trainer: Trainer) -> Rollout | None:
+    """What generates in the evaluations of a Seq2SeqTrainer with `predict_with_generate=True`: on
+    every rank of a sequence the model as it is without us."""
+    if not getattr(trainer.args, "predict_with_generate", False):
+        return None
+    if trainer.is_fsdp_enabled:
+        raise NotImplementedError(
+            "predict_with_generate=True under FSDP: generate needs whole parameters; leave it out, "
+            "or train under DDP"
+        )
+    return Rollout(trainer.model)
 
 
 def _replace_steps(trainer: Trainer, handle: Handle) -> None:

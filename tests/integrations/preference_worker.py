@@ -112,6 +112,25 @@ def dpo_lora(arguments: Options, options: Options) -> Any:
     return trainer
 
 
+def orpo(arguments: Options, options: Options) -> Any:
+    return without_reference(trl.ORPOTrainer, trl.ORPOConfig, arguments, options)
+
+
+def cpo(arguments: Options, options: Options) -> Any:
+    return without_reference(trl.CPOTrainer, trl.CPOConfig, arguments, options)
+
+
+def without_reference(
+    trainer_class: type, config_class: type, arguments: Options, options: Options
+) -> Any:
+    return recording(trainer_class)(
+        tiny_llama().double(),
+        config_class(**arguments, **options, max_length=64, max_prompt_length=32),
+        train_dataset=preferences(),
+        processing_class=make_tokenizer(),
+    )
+
+
 def count_descents(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
     """A reward of completions: how often a token is below the one before."""
     return [float(sum(a > b for a, b in zip(ids, ids[1:], strict=False))) for ids in completion_ids]
@@ -175,6 +194,8 @@ def kto(arguments: Options, options: Options) -> Any:
 TRAINERS: dict[str, Callable[[Options, Options], Any]] = {
     "dpo": dpo,
     "dpo_lora": dpo_lora,
+    "orpo": orpo,
+    "cpo": cpo,
     "grpo": grpo,
     "rloo": rloo,
     "kto": kto,

@@ -19,7 +19,12 @@ pytest.importorskip("transformers", reason="transformers is not installed", exc_
 import accelerate.accelerator  # noqa: E402
 import accelerate.scheduler  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
-from transformers import Trainer, TrainingArguments  # noqa: E402
+from transformers import (  # noqa: E402
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
 
 import wf_accelerate  # noqa: E402
 from tests.integrations.deepspeed_jobs import VOCABULARY, tiny_llama  # noqa: E402
@@ -191,3 +196,30 @@ def test_the_losses_of_a_trainer_with_its_own_compute_loss_are_replaced(tmp_path
         assert trainer.label_smoother is not smoother
         assert trainer.compute_loss_func is None
     assert trainer.label_smoother is smoother
+
+
+def generating_trainer(folder: Path) -> Any:
+    """A Trainer whose evaluation generates tokens for each sample."""
+    arguments = Seq2SeqTrainingArguments(
+        str(folder), use_cpu=True, report_to=[], predict_with_generate=True
+    )
+    return Seq2SeqTrainer(tiny_llama(pad_token_id=0), arguments)
+
+
+def test_a_trainer_evaluates_what_its_model_generates(tmp_path: Path) -> None:
+    """A KV cache cannot be spread: each rank generates with the model as it is without us."""
+    ids = batch(1, 12)["input_ids"][0] % VOCABULARY
+    samples: Any = [{"input_ids": ids, "labels": ids}]
+    trainer = generating_trainer(tmp_path)
+    expected = trainer.predict(samples).predictions
+    trainer = generating_trainer(tmp_path)
+    with wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1}):
+        assert (trainer.predict(samples).predictions == expected).all()
+    assert "generate" not in vars(trainer.model)
+
+
+def test_generating_under_fsdp_is_refused(tmp_path: Path) -> None:
+    trainer = generating_trainer(tmp_path)
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(NotImplementedError, match="predict_with_generate=True under FSDP"):
+        wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1})

@@ -51,6 +51,11 @@ if HAS_FUSED_HEAD:
         "rloo": case("rloo", TWO_GROUPS, {"beta": 0.1} | GENERATIONS),
         "kto": case("kto", CONCENTRIC),
     }
+else:
+    CASES |= {
+        "orpo": case("orpo", CONCENTRIC),
+        "cpo": case("cpo", TWO_GROUPS, ACCUMULATION),
+    }
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,16 @@ def preference_loss(model: Any) -> tuple[Tensor, Tensor]:
     return log_probs.sum(-1).square().sum() + entropy, logits[1:][valid[1:]].mean().detach()
 
 
+def odds_loss(model: Any) -> tuple[Tensor, Tensor]:
+    """As ORPOTrainer: (the cross entropy of two samples, the mean of all logits, for the log)."""
+    ids = padded_batch()["input_ids"].clamp(min=1)  # without padding: the mean covers it
+    logits = model(ids).logits
+    chosen = logits[:2][..., :-1, :].contiguous()
+    chosen = chosen.view(-1, chosen.shape[-1])
+    labels = ids[:2, 1:].flatten().to(chosen.device)
+    return torch.nn.CrossEntropyLoss()(chosen, labels), logits[1:, :-1, :].detach().mean()
+
+
 def score_loss(model: Any) -> tuple[Tensor, Tensor]:
     """As RewardTrainer: (the sum of the squared scores, the scores)."""
     scores = model(**padded_batch(on_the_left=False)).logits
@@ -89,6 +99,7 @@ def score_loss(model: Any) -> tuple[Tensor, Tensor]:
 LOSSES = {
     "policy": (policy_loss, "ForCausalLM"),
     "preference": (preference_loss, "ForCausalLM"),
+    "odds": (odds_loss, "ForCausalLM"),
     "scores": (score_loss, "ForSequenceClassification"),
 }
 

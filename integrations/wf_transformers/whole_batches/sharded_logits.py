@@ -144,11 +144,24 @@ class ShardedLogits(Unusable):
             return MaskedLogits(self, key)
         samples, tokens, *others = key if isinstance(key, tuple) else (key, slice(None))
         samples = slice(samples, samples + 1) if isinstance(samples, int) else samples
+        samples = slice(None) if samples is Ellipsis and len(others) == 1 else samples
         are_slices = isinstance(samples, slice) and isinstance(tokens, slice)
         if not are_slices or any(other != slice(None) for other in others):
             self._refuse_use()
         rows = replace(self.rows, starts=self.rows.starts[samples])
         return replace(self, local=self.local[samples], rows=rows, tokens=self.tokens[tokens])
+
+    def contiguous(self) -> ShardedLogits:
+        return self
+
+    def view(self, *shape: int) -> FlattenedLogits:
+        """As (b n, V), and no other shape."""
+        if shape != (-1, self.shape[-1]):
+            self._refuse_use()
+        return FlattenedLogits(self)
+
+    def detach(self) -> DetachedLogits:
+        return DetachedLogits(replace(self, local=self.local.detach()))
 
     def log_probabilities(self, labels: Tensor, log_softmax: LogSoftmax) -> Tensor:
         """(b, n): `log_softmax(logits, labels)` for labels (b, n), on every rank."""
@@ -187,10 +200,27 @@ class MaskedLogits(Unusable):
 
 
 @dataclass(frozen=True, eq=False)
+class DetachedLogits(Unusable):
+    """Logits for a log. Their mean covers padding, too, whose logits are not those of one device:
+    a loss of it would be wrong."""
+
+    REASON = UNSUPPORTED_USE
+
+    logits: ShardedLogits
+
+    def mean(self) -> Tensor:
+        return self.logits.row_means().mean()
+
+
+@dataclass(frozen=True, eq=False)
 class FlattenedLogits(Unusable):
     """Logits as (b n, V), for plain cross entropy."""
 
     logits: ShardedLogits
+
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
 
     @classmethod
     def __torch_function__(
