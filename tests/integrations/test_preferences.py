@@ -43,13 +43,13 @@ CASES = {
     "dpo_lora": case("dpo_lora", TWO_GROUPS),
     "grpo": case("grpo", CONCENTRIC, {"beta": 0.1} | GENERATIONS),
     "grpo_groups": case("grpo", TWO_GROUPS, {"num_iterations": 2} | GENERATIONS),
+    "kto": case("kto", CONCENTRIC),
     "reward": case("reward", CONCENTRIC),
     "reward_groups": case("reward", TWO_GROUPS, {"center_rewards_coefficient": 0.1}),
 }
 if HAS_FUSED_HEAD:
     CASES |= {
         "rloo": case("rloo", TWO_GROUPS, {"beta": 0.1} | GENERATIONS),
-        "kto": case("kto", CONCENTRIC),
     }
 else:
     CASES |= {

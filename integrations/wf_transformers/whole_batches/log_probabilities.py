@@ -43,8 +43,8 @@ from wf_transformers.whole_batches.sharded_logits import (
 
 LOG_SOFTMAX = "selective_log_softmax"
 """TRL's function of (logits, index), which its trainers' files import."""
-CALLERS = ("concatenated_forward", "_get_per_token_logps")
-"""Methods of trainers that call it: of DPO, CPO and ORPO, and of GRPO."""
+CALLERS = ("concatenated_forward", "get_batch_logps", "_get_per_token_logps")
+"""Methods of trainers that call it: of DPO, of CPO, ORPO and KTO, and of GRPO."""
 COUNTS_VALID_TOKENS = ("OPTLearnedPositionalEmbedding",)
 """Modules that give positions to valid tokens only. Without position_ids others count padding."""
 LOGITS_TO_KEEP = ("logits_to_keep", "num_logits_to_keep")

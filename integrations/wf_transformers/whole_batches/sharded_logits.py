@@ -136,16 +136,16 @@ class ShardedLogits(Unusable):
         return replace(self, local=self.local / number)
 
     def __getitem__(self, key: Any) -> Any:
-        """Slices of samples and tokens; for a boolean mask (b, n) `MaskedLogits`.
+        """Slices of samples and tokens, or a list of samples; for a boolean mask (b, n)
+        `MaskedLogits`.
 
         One sample keeps its dimension: logits[0] is (1, n, V).
         """
         if isinstance(key, Tensor):
             return MaskedLogits(self, key)
-        samples, tokens, *others = key if isinstance(key, tuple) else (key, slice(None))
+        samples, tokens, *others = _with_all_dims(key if isinstance(key, tuple) else (key,))
         samples = slice(samples, samples + 1) if isinstance(samples, int) else samples
-        samples = slice(None) if samples is Ellipsis and len(others) == 1 else samples
-        are_slices = isinstance(samples, slice) and isinstance(tokens, slice)
+        are_slices = isinstance(samples, slice | list) and isinstance(tokens, slice)
         if not are_slices or any(other != slice(None) for other in others):
             self._refuse_use()
         rows = replace(self.rows, starts=self.rows.starts[samples])
@@ -162,6 +162,10 @@ class ShardedLogits(Unusable):
 
     def detach(self) -> DetachedLogits:
         return DetachedLogits(replace(self, local=self.local.detach()))
+
+    def nansum(self) -> Tensor:
+        """For a log: without gradients, and as `DetachedLogits.mean` of padding, too."""
+        return self._gather_tokens(self.local.detach().nansum(-1)).nansum()
 
     def log_probabilities(self, labels: Tensor, log_softmax: LogSoftmax) -> Tensor:
         """(b, n): `log_softmax(logits, labels)` for labels (b, n), on every rank."""
@@ -245,6 +249,13 @@ def log_softmax_of(original: LogSoftmax, logits: Any, index: Tensor) -> Tensor:
     if isinstance(logits, ShardedLogits):
         return logits.log_probabilities(index, original)
     return original(logits, index)
+
+
+def _with_all_dims(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An index of three dimensions, with slices for its Ellipsis and for those that it lacks."""
+    position = next((i for i, part in enumerate(key) if part is Ellipsis), len(key))
+    before, after = key[:position], key[position + 1 :]
+    return *before, *[slice(None)] * (3 - len(before) - len(after)), *after
 
 
 def rolled(x: Tensor, shift: Tensor) -> Tensor:
