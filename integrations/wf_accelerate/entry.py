@@ -22,6 +22,7 @@ from wf_transformers import (
     compared_first,
     counted_by_group,
     counted_once,
+    gathered_once,
     inner_loss_counted_once,
     loss_only,
     refuse_different,
@@ -122,15 +123,7 @@ def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False
         ValueError, NotImplementedError: as `connect`, and for a Trainer that builds a new model
             when it trains, or replicates its model over the GPUs of one process.
     """
-    if getattr(trainer, "model_init", None) is not None:
-        raise NotImplementedError("model_init=: the Trainer makes a new model later; give model=")
-    if trainer.args.n_gpu > 1:
-        raise ValueError(
-            f"this process has {trainer.args.n_gpu} GPUs, over which the Trainer would replicate "
-            f"the model; start a process for each, torchrun --nproc-per-node {trainer.args.n_gpu}"
-        )
-    if not isinstance(trainer.model, nn.Module):
-        raise ValueError(f"the Trainer has no model, got {type(trainer.model)}")
+    _refuse_trainer(trainer)
     trl = TrlTrainer(trainer) if makes_log_probabilities(trainer) else None
     rollout = _evaluation_rollout(trainer)  # before the model is attached
     handle = _connect(trainer.model, trainer.accelerator, config, whole_logits, trl)
@@ -145,6 +138,24 @@ def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False
     gather = partial(trainer.accelerator.gather_for_metrics, **options)
     handle.set(trainer, "gather_function", gather)
     return handle
+
+
+def _refuse_trainer(trainer: Trainer) -> None:
+    """Refuse options of a Trainer that cannot be combined with ranks that share samples."""
+    if getattr(trainer, "model_init", None) is not None:
+        raise NotImplementedError("model_init=: the Trainer makes a new model later; give model=")
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"this process has {trainer.args.n_gpu} GPUs, over which the Trainer would replicate "
+            f"the model; start a process for each, torchrun --nproc-per-node {trainer.args.n_gpu}"
+        )
+    if getattr(trainer.args, "use_legacy_prediction_loop", False):
+        raise NotImplementedError(
+            "use_legacy_prediction_loop=True would count a sample once for every rank of a "
+            "sequence: leave it out"
+        )
+    if not isinstance(trainer.model, nn.Module):
+        raise ValueError(f"the Trainer has no model, got {type(trainer.model)}")
 
 
 def _evaluation_rollout(trainer: Trainer) -> Rollout | None:
@@ -174,8 +185,9 @@ def _replace_steps(trainer: Trainer, handle: Handle) -> None:
             handle.undo.enter_context(temporarily_replace(trainer, name, step))
     if not hasattr(trainer.model, OPERATIONS):  # in transformers 5 the Trainer counts operations
         handle.share_operations(trainer)
-    training_step = partial(compared_first, trainer)
-    handle.undo.enter_context(temporarily_replace(trainer, "training_step", training_step))
+    for name, step in {"training_step": compared_first, "evaluation_loop": gathered_once}.items():
+        replaced = temporarily_replace(trainer, name, partial(step, trainer))
+        handle.undo.enter_context(replaced)
 
 
 def _refuse_accelerator(accelerator: Accelerator, allowed: Sequence[Any]) -> None:

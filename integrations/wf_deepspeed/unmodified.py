@@ -26,6 +26,7 @@ from wf_transformers import (
     compared_first,
     counted_by_group,
     counted_once,
+    gathered_once,
     loss_only,
     temporarily_replace,
 )
@@ -63,11 +64,13 @@ def _initialize(
             trainer_class = sys.modules["transformers.trainer"].Trainer
             compute_loss = functools.partial(_on_class, counted_once)
             training_step = functools.partial(_on_class, compared_first)
+            evaluation_loop = functools.partial(_on_class, gathered_once)
             replace = functools.partial(temporarily_replace, trainer_class)
             stack.enter_context(replace("prediction_step", loss_only))
             if not hasattr(trainer_class.compute_loss, "__wrapped__"):  # by an earlier engine
                 stack.enter_context(replace("compute_loss", compute_loss))
                 stack.enter_context(replace("training_step", training_step))
+                stack.enter_context(replace("evaluation_loop", evaluation_loop))
     return engine, optimizer, loader, scheduler
 
 

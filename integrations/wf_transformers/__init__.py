@@ -32,6 +32,7 @@ from wf_transformers.whole_batches.loaders import counted_by_group
 from wf_transformers.whole_batches.trainer import (
     compared_first,
     counted_once,
+    gathered_once,
     inner_loss_counted_once,
     loss_only,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "counted_once",
     "data_parallel",
     "forward_kwargs",
+    "gathered_once",
     "head_of",
     "inner_loss_counted_once",
     "loss_only",

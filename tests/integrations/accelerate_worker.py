@@ -18,7 +18,13 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 from torch.nn.functional import cross_entropy
-from transformers import EvalPrediction, Trainer
+from transformers import (
+    EvalPrediction,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import wf_accelerate
@@ -78,9 +84,11 @@ def make_trainer(case: Case, folder: str, **options: Any) -> tuple[Trainer, Any]
         options |= {"gradient_checkpointing": True, "dataloader_num_workers": 2}
     if scenario == "compiled":
         options |= {"torch_compile": True, "torch_compile_backend": "eager"}
-    trainer = Trainer(
+    is_seq2seq = scenario == "seq2seq"
+    arguments_class = Seq2SeqTrainingArguments if is_seq2seq else TrainingArguments
+    trainer = (Seq2SeqTrainer if is_seq2seq else Trainer)(
         tiny_llama(),
-        training_arguments(folder, **options),
+        training_arguments(folder, arguments_class, **options),
         train_dataset=Stream() if scenario == "stream" else Samples(32),
         eval_dataset=Samples(NUM_EVALUATED),
         compute_metrics=None if scenario == "stream" else compute_metrics,

@@ -37,10 +37,12 @@ class Samples(torch.utils.data.Dataset):
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def training_arguments(folder: str, **options: Any) -> TrainingArguments:
+def training_arguments(
+    folder: str, arguments_class: type[TrainingArguments] = TrainingArguments, **options: Any
+) -> TrainingArguments:
     """Six steps on the CPU with one sample per process; `options` are added or override."""
     options = {"average_tokens_across_devices": True, "save_strategy": "no"} | options
-    return TrainingArguments(
+    return arguments_class(
         output_dir=folder,
         per_device_train_batch_size=1,
         per_device_eval_batch_size=1,

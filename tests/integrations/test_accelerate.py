@@ -52,6 +52,7 @@ CASES = {
     "smoothed": case("smoothed", CONCENTRIC | {"verify": False}),
     "penalised": case("penalised", gradient_accumulation=2),
     "stream": case("stream"),
+    "seq2seq": case("seq2seq", CONCENTRIC | {"verify": False}),
     "ddp": case("ddp"),
     "ddp_auto": case("ddp", {"sequence_parallel_size": 4}),
     "fsdp": case("fsdp"),

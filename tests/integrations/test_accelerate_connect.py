@@ -107,6 +107,10 @@ def test_a_model_whose_forward_was_replaced_is_refused() -> None:
     [
         ({"model_init": tiny_llama}, "give model="),
         ({"args": SimpleNamespace(n_gpu=8)}, "--nproc-per-node 8"),
+        (
+            {"args": SimpleNamespace(n_gpu=1, use_legacy_prediction_loop=True)},
+            "use_legacy_prediction_loop=True",
+        ),
         ({"model": None}, "no model"),
     ],
 )

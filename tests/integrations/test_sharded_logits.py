@@ -81,16 +81,15 @@ def preference_loss(model: Any) -> tuple[Tensor, Tensor]:
 
 
 def odds_loss(model: Any) -> tuple[Tensor, Tensor]:
-    """As ORPOTrainer and KTOTrainer: (the cross entropy of two samples, the mean of logits and the sum of
-    others, for the log)."""
+    """As ORPOTrainer and KTOTrainer: (the cross entropy of two samples, for the log the mean of
+    their logits and others' sum)."""
     ids = padded_batch()["input_ids"].clamp(min=1)  # without padding: the mean covers it
     logits = model(ids).logits
     chosen = logits[[0, 1], ...][..., :-1, :].contiguous()
     chosen = chosen.view(-1, chosen.shape[-1])
     labels = ids[:2, 1:].flatten().to(chosen.device)
-    return torch.nn.CrossEntropyLoss()(chosen, labels), logits[1:, :-1, :].detach().mean() + logits[
-        [2]
-    ].nansum()
+    logged = logits[1:, :-1, :].detach().mean() + logits[[2]].nansum()
+    return torch.nn.CrossEntropyLoss()(chosen, labels), logged
 
 
 def score_loss(model: Any) -> tuple[Tensor, Tensor]:

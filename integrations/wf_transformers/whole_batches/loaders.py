@@ -90,6 +90,12 @@ def _run(
         return method(*args, **kwargs)
 
 
+def gather_by_group(accelerator: Any, tensors: Any) -> Any:
+    """`accelerator.gather`, with the samples of every group once."""
+    functions = FUNCTIONS["gather_for_metrics"]
+    return _run(functions, getattr(accelerator, GROUPS).sizes, accelerator.gather, tensors)
+
+
 def _prepare_data_loader(size: int, original: Function, *args: Any, **kwargs: Any) -> Any:
     """accelerate's loader, sharded by group instead of by rank; every rank reads its samples."""
     if kwargs.get("dispatch_batches"):

@@ -15,6 +15,7 @@ from wf_backends.parallel import IGNORE_INDEX
 from wf_transformers.comparison.runs import LOSS
 from wf_transformers.whole_batches.custom_loss import NUM_ITEMS
 from wf_transformers.whole_batches.hooks import GROUP_SIZE, WHOLE_LOGITS, WholeBatchHooks
+from wf_transformers.whole_batches.loaders import gather_by_group
 
 
 def loss_only(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -66,6 +67,14 @@ def _counted_ranks(trainer: Any, model: nn.Module) -> int:
     if not (getattr(trainer.args, "average_tokens_across_devices", False) and multiplies):
         return 1
     return next((vars(m)[GROUP_SIZE] for m in model.modules() if GROUP_SIZE in vars(m)), 1)
+
+
+def gathered_once(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replaces the Trainer's `evaluation_loop`: before it a Seq2SeqTrainer sets `gather_function`
+    to the accelerator's `gather`, which gathers a sample from every rank of its group."""
+    if trainer.gather_function == trainer.accelerator.gather:
+        trainer.gather_function = partial(gather_by_group, trainer.accelerator)
+    return original(*args, **kwargs)
 
 
 def compared_first(
