@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -51,6 +52,14 @@ def test_checkpointing_as_a_trainer_enables_it_recomputes_with_the_documents(kwa
         expected = packed_gradients(model)
         model.gradient_checkpointing_enable(kwargs)
         for name, grad in packed_gradients(model).items():
+            assert_close(grad, expected[name], name)
+
+
+def test_a_copied_model_recomputes_with_its_documents() -> None:
+    with model_on_one_rank("gpt2", apply=True) as model:
+        model.gradient_checkpointing_enable()
+        expected = packed_gradients(model)
+        for name, grad in packed_gradients(copy.deepcopy(model)).items():
             assert_close(grad, expected[name], name)
 
 

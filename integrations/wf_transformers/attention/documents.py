@@ -48,6 +48,10 @@ class Documents:
         self.used = False
         """Whether any call so far had documents or slices."""
 
+    def __deepcopy__(self, _: Any) -> Documents:
+        """A copy of a model has its hooks, and so its documents."""
+        return self
+
     def push(self, mask_kwargs: MaskKwargs) -> None:
         self._scopes.append(Scope(mask_kwargs))
         self.used = self.used or bool(mask_kwargs)
