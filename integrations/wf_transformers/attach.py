@@ -196,8 +196,7 @@ def _check_calls(model: PreTrainedModel, handle: Handle) -> None:
             if tokens is None:
                 with handle.advising():
                     handle.sp.check_same(arguments)
-        if attention.documents.used:
-            recompute_checkpoints_with_documents(model, handle)
+        recompute_checkpoints_with_documents(model, handle)
         if not takes_kwargs:
             kwargs = without_documents(args, kwargs)  # models with ALiBi take no position_ids
             return {k: x for k, x in kwargs.items() if k != "position_ids" or k in names}

@@ -152,7 +152,7 @@ def test_recomputed_layers_drop_the_same_attention_weights(name: str, option: st
         torch.manual_seed(5)
         plain = backward()
         torch.manual_seed(5)
-        model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
+        model.gradient_checkpointing_enable()
         return plain, backward(), backward()
 
     plain, recomputed, next_step = train_with_dropout(1, name, option, steps)[0]

@@ -161,7 +161,7 @@ def test_padding_with_recomputed_layers_is_exact(family: str) -> None:
     def rank(comm: Any) -> Result:
         sp, model = sequence_parallel(comm), build(family)
         handle = wf_transformers.attach_model(model, sp)
-        model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
+        model.gradient_checkpointing_enable()
         return run_on_shard(model, sp, wf_transformers.shard_media(model, sp, inputs))
 
     valid = inputs["attention_mask"] == 1

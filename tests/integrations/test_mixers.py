@@ -66,7 +66,7 @@ def assert_exact(
     def rank(comm: Any) -> Result:
         sp, model, handle = attached(family, comm, layout)
         if recompute:
-            model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
+            model.gradient_checkpointing_enable()
         local = sp.shard_batch(inputs)
         documents = local.get("cu_seqlens")
         return run_on_shard(change_attached(model), sp, local, cu_seqlens=documents)
