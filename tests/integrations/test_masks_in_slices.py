@@ -96,7 +96,7 @@ def test_sharded_batches_are_exact(
 
     def rank(comm: Any) -> Result:
         sp, model = sequence_parallel(comm, layout), models[comm.rank]
-        with wf_transformers.attach(model, sp, verify=False) as handle, float64():
+        with wf_transformers.attach(model, sp, verify=False), float64():
             if recompute:
                 model.gradient_checkpointing_enable()
             local = sp.shard_batch(batch() | slices, labels_are_shifted=family.masked_lm)

@@ -160,7 +160,7 @@ def test_padding_with_recomputed_layers_is_exact(family: str) -> None:
 
     def rank(comm: Any) -> Result:
         sp, model = sequence_parallel(comm), build(family)
-        handle = wf_transformers.attach_model(model, sp)
+        wf_transformers.attach_model(model, sp)
         model.gradient_checkpointing_enable()
         return run_on_shard(model, sp, wf_transformers.shard_media(model, sp, inputs))
 
