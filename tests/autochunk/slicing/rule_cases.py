@@ -62,6 +62,8 @@ POINTWISE = [
     case(aten.isclose, "01", lambda t: (t("b", "s"), t("s"))),
     case(aten.floor_divide, "01", lambda t: (t("b", "s"), t("s"))),
     case(aten.polar, "01", lambda t: (t("b", "s"), t("b", "s"))),
+    case(aten.view_as_complex, "01", lambda t: (t("b", "s", 2),)),
+    case(aten.view_as_real, "01", lambda t: (torch.polar(t("b", "s"), t("b", "s")),)),
     case(aten.rsub.Tensor, "01", lambda t: (t("b", "s"), t("s"))),
     *(
         case(op, "01", lambda t: (t("b", "s") > 0, t("s") > 0))
@@ -207,6 +209,7 @@ SELECT = [
     case(aten.cat, "02", lambda t: ([t("b", "s", "d"), t("b", 3, "d")], 1)),
     case(aten.cat, "", lambda t: ([t(0), t("b", "s")], -1)),
     case(aten.concat, "01", lambda t: ([t("b", "s", "d"), t("b", "s", "e")], -1)),
+    case(aten.concatenate, "1", lambda t: ([t("b", "s"), t(3, "s")],)),
     case(aten.stack, "02", lambda t: ([t("b", "s"), t("b", "s")], 1)),
     *(
         case(op, "01", lambda t, cut=cut: (t("b", "s", 6), cut, -1))

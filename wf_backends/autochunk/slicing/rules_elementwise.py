@@ -81,6 +81,11 @@ def one_hot(call: Call, dim: int) -> Reads | None:
     return {"self": Rows(dim)} if is_input_dim and call["num_classes"] >= 0 else None
 
 
+def view_as_real(call: Call, dim: int) -> Reads | None:
+    """Any dimension but the last one: real and imaginary part."""
+    return same_rows(call, dim) if dim < len(call.shape) - 1 else None
+
+
 POINTWISE = Rule(pointwise)
 
 TABLE: Table = {
@@ -92,7 +97,7 @@ TABLE: Table = {
     ),
     **table(
         Rule(unary),
-        "_to_copy alias clone contiguous detach full_like lift_fresh_copy ones_like to "
+        "_to_copy alias clone contiguous detach empty_like full_like lift_fresh_copy ones_like to "
         "zero zeros_like",
     ),
     **table(Rule(dropout), "dropout feature_dropout alpha_dropout"),
@@ -109,4 +114,6 @@ TABLE: Table = {
     ),
     **table(Rule(norm), "layer_norm rms_norm"),
     aten.one_hot: Rule(one_hot),
+    aten.view_as_complex: Rule(same_rows),
+    aten.view_as_real: Rule(view_as_real),
 }

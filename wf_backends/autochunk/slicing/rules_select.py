@@ -152,7 +152,7 @@ TABLE: Table = {
         "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split "
         "unsafe_split_with_sizes",
     ),
-    **table(Rule(cat), "cat concat"),
+    **table(Rule(cat), "cat concat concatenate"),
     **table(Rule(pad, write_pad), "constant_pad_nd pad"),
     **table(Rule(narrow, write_narrow), "narrow slice"),
     **table(Rule(select), "select unbind"),
