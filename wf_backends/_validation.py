@@ -163,8 +163,9 @@ def read_json(cls: type[Data], text: str, what: str) -> Data:
         ValueError: if the text holds no such plan, naming the key that is wrong.
     """
     try:
-        return read_plain(cls, json.loads(text), "plan")
-    except (TypeError, ValueError) as error:
+        data = json.loads(text, object_pairs_hook=without_duplicates)
+        return read_plain(cls, data, "plan")
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"this text is no {what} (see {cls.__name__}.to_json): {error}") from error
 
 

@@ -6,6 +6,8 @@ which one test compares with torch's profiler.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -174,6 +176,21 @@ def test_plan_survives_json_and_can_be_passed_to_autochunk() -> None:
     planned = autochunk(model, kwargs=kwargs, plan=plan)
     assert planned.plan == plan
     assert measured_peak(planned, kwargs) == pytest.approx(plan.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("edited", ["length", "peaks"])
+def test_plan_that_was_edited_runs_in_its_slices_and_has_their_peak(edited: str) -> None:
+    model, x = TensorConstant().eval(), torch.randn(512, 8)
+    plan = autochunk(model, (x,), max_memory=0.2, max_slowdown=1e9).plan
+    (part,) = plan.regions
+    if edited == "length":
+        plan = replace(plan, regions=(replace(part, length=2 * part.length),))
+    else:
+        plan = replace(plan, peak=0, peak_before=0)
+    chunked = autochunk(model, (x,), plan=plan)
+    peak = measured_peak(chunked, {"x": x})
+    assert chunked.plan.peak == pytest.approx(peak, rel=0.01)
+    assert peak < measured_peak(model, {"x": x}) / 2
 
 
 def test_peak_holds_under_torch_compile() -> None:

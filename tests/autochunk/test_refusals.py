@@ -92,7 +92,13 @@ class TestPlans:
 
     @pytest.mark.parametrize(
         ("text", "message"),
-        [("", "no chunk plan .*Expecting value"), ("3", "plan must be an object")],
+        [
+            ("", "no chunk plan .*Expecting value"),
+            ("3", "plan must be an object"),
+            ('{"peak": 1, "peak": 2}', "key 'peak' is given twice: 1 and 2"),
+            ("[" * 99999, "no chunk plan .*recursion"),
+        ],
+        ids=["empty", "number", "key twice", "deep"],
     )
     def test_text_that_is_no_plan(self, text: str, message: str) -> None:
         with pytest.raises(ValueError, match=message):

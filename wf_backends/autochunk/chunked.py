@@ -149,7 +149,8 @@ class ChunkedForward:
             prepare: Any = torch.compiler.disable(self.prepare)
             planned = cast(Planned, prepare(chunked, args, kwargs))
             weights = planned.captured.read_weights()
-        if not planned.plan.saved:  # a graph without regions may save memory, too: it frees sooner
+        plan = planned.plan
+        if not plan.regions and not plan.saved:  # a graph alone may save, too: it frees sooner
             return run_whole(*args, **kwargs)
         assert weights is not None
         outputs = planned.lowered.module(*weights, *leaves)

@@ -138,7 +138,8 @@ def _build_plan(
 
 
 def use_plan(model: nn.Module, args: tuple, kwargs: dict[str, Any], plan: ChunkPlan) -> Planned:
-    """The forward with a plan that was made before.
+    """The forward with a plan that was made before. `peak` becomes what its regions need: their
+    lengths may have been edited.
 
     Raises ValueError if it was made for another model or other inputs, or its regions overlap.
     """
@@ -151,7 +152,10 @@ def use_plan(model: nn.Module, args: tuple, kwargs: dict[str, Any], plan: ChunkP
     steps = read_steps(captured.graph, Effects())
     if plan.copied:
         steps = with_copies(steps, plan.copied) or steps
-    return Planned(captured, plan, _lower_parts(steps, plan.regions))
+    lowered = _lower_parts(steps, plan.regions)
+    if plan.regions or plan.saved:
+        plan = replace(plan, peak=lowered.peak)
+    return Planned(captured, plan, lowered)
 
 
 def _lower_parts(steps: Steps, parts: tuple[ChunkedPart, ...]) -> Lowered:
