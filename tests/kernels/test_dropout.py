@@ -9,7 +9,9 @@ from functools import cache
 import pytest
 import torch
 
-from wf_backends.kernels import Dropout
+from wf_backends.kernels import Dropout, Scores
+from wf_backends.kernels.reference import ReferenceKernel
+from wf_backends.schedule.mask import CAUSAL
 
 P, HEADS, BATCH, LENGTH = 0.3, 8, 4, 256
 POSITIONS = torch.arange(LENGTH)
@@ -86,3 +88,25 @@ def test_the_mask_of_some_heads_and_positions_is_cut_from_that_of_all():
 @pytest.mark.parametrize("seed", (9, (1 << 63) - 1))
 def test_a_seed_may_be_a_tensor(seed):
     assert torch.equal(keep_mask(torch.tensor([seed])), keep_mask(seed))
+
+
+@pytest.fixture
+def default_bfloat16():
+    """As in a script that makes its model in bfloat16 and does not set the default back."""
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("default_bfloat16")
+def test_kept_weights_are_scaled_exactly_whatever_torchs_default_dtype():
+    rows = POSITIONS[:16]
+    dropout = Dropout(P, 0, (0, 2))
+    scores = Scores(0.5, dropout=dropout).at_positions(rows, rows)
+    q, k, v = torch.randn(3, 1, 16, 2, 4, dtype=torch.float64)
+    out, _ = ReferenceKernel().forward(q, k, v, scores, CAUSAL)
+    x = 0.5 * torch.einsum("bihd,bjhd->bhij", q, k)
+    weights = x.masked_fill(rows[:, None] < rows, -torch.inf).softmax(-1)
+    kept = weights * dropout.keep_mask(1, rows, rows) / (1 - P)
+    torch.testing.assert_close(out, torch.einsum("bhij,bjhd->bihd", kept, v), rtol=0, atol=1e-12)
+    assert dropout.factors(1, rows, rows).unique().tolist() == [0, 1 / (1 - P)]

@@ -44,7 +44,7 @@ class Dropout:
         Args:
             rows: (i,) int64, the queries' global positions. keys: (j,) int64, the keys'.
         """
-        return self.keep_mask(batch, rows, keys) / (1 - self.p)
+        return self.keep_mask(batch, rows, keys).double() / (1 - self.p)
 
     def keep_mask(self, batch: int, rows: Tensor, keys: Tensor) -> Tensor:
         """(b, h, i, j) bool: True where a weight is not dropped; arguments as in `factors`."""

@@ -149,8 +149,8 @@ def _apply_dropout(p: Tensor, scores: Scores) -> Tensor:
     if scores.dropout is None:
         return p
     assert scores.rows is not None and scores.keys is not None
-    factors = scores.dropout.factors(p.shape[0], scores.rows, scores.keys)
-    return p * factors.to(p.dtype).view_as(p)
+    is_kept = scores.dropout.keep_mask(p.shape[0], scores.rows, scores.keys)
+    return p * is_kept.to(p.dtype).div_(1 - scores.dropout.p).view_as(p)
 
 
 def _apply_mask(x: Tensor, band: Band) -> Tensor:
