@@ -271,6 +271,18 @@ def test_the_address_for_other_hosts_is_never_the_loopback(monkeypatch, resolves
     assert rendezvous._outward_address() == expected
 
 
+def test_the_address_of_a_host_without_a_route_outside_is_its_name(monkeypatch):
+    """Nodes of a cluster often have no gateway, and their own name is 127.0.1.1 there."""
+
+    class Probe(socket.socket):
+        def connect(self, address):
+            raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert rendezvous._outward_address() == socket.gethostname()
+
+
 def take_gpus(monkeypatch: pytest.MonkeyPatch, uuids: list[list[str]]) -> list[Any]:
     """The device or the error of each rank of one host; `uuids[rank]`: the GPUs that it sees."""
     of_rank = threading.local()  # a rank is a thread here, with GPUs of its own

@@ -89,7 +89,7 @@ def _unknown_name(address: str) -> str:
 
 
 def _outward_address() -> str:
-    """An address of this host that other hosts can reach."""
+    """An address of this host that other hosts can reach; its name if no route leads out of it."""
     try:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -97,7 +97,10 @@ def _outward_address() -> str:
     if not address.startswith("127."):
         return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; it only selects the outward interface
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; it only selects the outward interface
+        except OSError:
+            return socket.gethostname()
         return probe.getsockname()[0]
 
 
