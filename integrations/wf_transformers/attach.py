@@ -30,7 +30,7 @@ from wf_transformers.calls import (
 )
 from wf_transformers.families.experts import RouterLoss, has_router_loss
 from wf_transformers.families.media import hook_media, language_model, media_of
-from wf_transformers.families.mixing import has_mixers, refuse_unspreadable, spread_mixers
+from wf_transformers.families.mixing import mixers_in, refuse_unspreadable, spread_mixers
 from wf_transformers.families.stacks import (
     cut_stacks,
     is_cut_inside,
@@ -282,7 +282,7 @@ def no_registry_error(model: nn.Module) -> str:
 
 def can_attend_over_ranks(model: PreTrainedModel) -> bool:
     """Whether a layer can call our attention: by the registry, a replaced method, or itself."""
-    replaced = bool(modules_without_registry(model)) or has_mixers(model)
+    replaced = bool(modules_without_registry(model)) or bool(mixers_in(model))
     return replaced or bool(receivers(model)) or uses_registry(model)
 
 

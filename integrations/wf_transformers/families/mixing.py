@@ -107,13 +107,11 @@ def spread_mixers(model: nn.Module, handle: Handle) -> None:
             table does not know, such as adapters.
     """
     exchange = ChannelExchange(handle.sp)
-    for name, module in model.named_modules():
-        row = row_of(MIXERS, module)
-        if row is not None and not is_spread(module):
-            with handle.removed_on_error():
-                path = f"{type(model).__name__}.{name}"
-                forward = SpreadMixer(module, row, exchange, handle.attention, path)
-                handle.set(module, "forward", forward)
+    for name, module, row in mixers_in(model):
+        if not is_spread(module):
+            path = f"{type(model).__name__}.{name}"
+            forward = SpreadMixer(module, row, exchange, handle.attention, path)
+            handle.set(module, "forward", forward)
 
 
 def is_spread(module: nn.Module) -> bool:
@@ -121,9 +119,10 @@ def is_spread(module: nn.Module) -> bool:
     return isinstance(vars(module).get("forward"), SpreadMixer)
 
 
-def has_mixers(model: nn.Module) -> bool:
-    """Whether a layer of the model is in the table of mixers."""
-    return any(row_of(MIXERS, module) is not None for module in model.modules())
+def mixers_in(model: nn.Module) -> list[tuple[str, nn.Module, Mixer]]:
+    """The layers of the model that are in the table of mixers: name, layer and row."""
+    layers = ((name, module, row_of(MIXERS, module)) for name, module in model.named_modules())
+    return [(name, module, row) for name, module, row in layers if row is not None]
 
 
 def refuse_missing_apply(model: nn.Module) -> None:
@@ -132,8 +131,8 @@ def refuse_missing_apply(model: nn.Module) -> None:
     Raises:
         ValueError: naming the first such layer.
     """
-    for name, module in model.named_modules():
-        if row_of(MIXERS, module) is not None and not is_spread(module):
+    for name, module, _ in mixers_in(model):
+        if not is_spread(module):
             raise ValueError(
                 f"{type(model).__name__}.{name} mixes tokens by a convolution and a recurrence: "
                 "call wf_transformers.apply(model, sp) once, which has the ranks share its channels"
