@@ -128,19 +128,11 @@ def bloom(
     **_: Any,
 ) -> tuple[Tensor, Any]:
     """BloomAttention.forward: (b, s, width)."""
-    query, key, value = self._reshape(self.query_key_value(hidden_states))
-    out, _ = self.wallfacer(
-        self,
-        query,
-        key,
-        value,
-        attention_mask,
-        self.attention_dropout.p if self.training else 0.0,
-        self.inv_norm_factor,
-        alibi_slopes=self.alibi_slopes,
-        head_mask=head_mask,
-        output_attentions=output_attentions,
-    )
+    qkv = self._reshape(self.query_key_value(hidden_states))
+    dropout = self.attention_dropout.p if self.training else 0.0
+    options = {"head_mask": head_mask, "output_attentions": output_attentions}
+    options |= {"alibi_slopes": self.alibi_slopes}
+    out, _ = self.wallfacer(self, *qkv, attention_mask, dropout, self.inv_norm_factor, **options)
     projected = self.dense(out.flatten(2))
     dropout_add = file_of(self).dropout_add
     return dropout_add(projected, residual, self.hidden_dropout, self.training), layer_past
@@ -157,19 +149,11 @@ def mpt(
     qkv = self.Wqkv(hidden_states)
     if self.clip_qkv:
         qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
-    query, key, value = (
-        x.unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2) for x in qkv.chunk(3, dim=-1)
-    )
-    out, _ = self.wallfacer(
-        self,
-        query,
-        key,
-        value,
-        None if attention_mask is None else ~attention_mask,
-        self.attn_dropout_p if self.training else 0.0,
-        self.softmax_scale,
-        alibi_slopes=self.alibi_slopes,
-    )
+    qkv = qkv.unflatten(-1, (3, self.n_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+    mask = None if attention_mask is None else ~attention_mask
+    dropout = self.attn_dropout_p if self.training else 0.0
+    options = {"alibi_slopes": self.alibi_slopes}
+    out, _ = self.wallfacer(self, *qkv, mask, dropout, self.softmax_scale, **options)
     no_cache = () if any(key in kwargs for key in CACHES) else (None,)  # not in transformers 5
     return self.out_proj(out.flatten(2)), None, *no_cache
 
@@ -198,18 +182,10 @@ def t5(
         cache = past_key_value.self_attention_cache
         key, value = cache.update(key, value, self.layer_idx, {"cache_position": cache_position})
     bias = self.compute_bias() if position_bias is None else position_bias
-    out, _none = self.wallfacer(
-        self,
-        query,
-        key,
-        value,
-        mask,
-        self.dropout if self.training else 0.0,
-        1.0,
-        position_bias=bias,
-        layer_head_mask=layer_head_mask,
-        output_attentions=output_attentions,
-    )
+    dropout = self.dropout if self.training else 0.0
+    options = {"layer_head_mask": layer_head_mask, "output_attentions": output_attentions}
+    options |= {"position_bias": bias}
+    out, _none = self.wallfacer(self, query, key, value, mask, dropout, 1.0, **options)
     return self.o(out.flatten(2)), past_key_value, bias
 
 
@@ -267,17 +243,10 @@ def deepseek(
         if kv_cache is not None:
             latents, k_rope = kv_cache.update(latents, k_rope, self.layer_idx)
             break
-    out, _ = self.wallfacer(
-        self,
-        torch.cat((q_nope, q_rope), -1),
-        k_rope,
-        latents,
-        attention_mask,
-        self.attention_dropout if self.training else 0.0,
-        self.scaling,
-        kv_up=_weight_of(self.kv_b_proj, latents).unflatten(0, (query.shape[1], -1)),
-        **kwargs,
-    )
+    kv_up = _weight_of(self.kv_b_proj, latents).unflatten(0, (query.shape[1], -1))
+    qkv = torch.cat((q_nope, q_rope), -1), k_rope, latents
+    dropout, options = self.attention_dropout if self.training else 0.0, kwargs | {"kv_up": kv_up}
+    out, _ = self.wallfacer(self, *qkv, attention_mask, dropout, self.scaling, **options)
     return self.o_proj(out.flatten(2)), None
 
 
