@@ -7,7 +7,6 @@ drop the number of tokens that a layer with a sliding window has seen.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import copy
 from functools import partial
 from typing import Any
 
@@ -34,18 +33,21 @@ def register_caches() -> None:
 
 
 def _flatten(cache: Any) -> tuple[list[Any], Any]:
-    """(children, context), as pytree has them: tensors, layers and caches are children. The rest is
-    copied: a forward changes `is_updated`, the layers that have keys of cross-attention."""
+    """(children, context), as pytree has them: tensors, layers and caches are children."""
     attributes = vars(cache)
     known = (Tensor, cache_utils.Cache)
     names = tuple(k for k, x in attributes.items() if isinstance(x, known) or k == "layers")
-    others = {name: copy(value) for name, value in attributes.items() if name not in names}
-    return [attributes[name] for name in names], (names, others)
+    others = {name: value for name, value in attributes.items() if name not in names}
+    return [attributes[name] for name in names], (names, _copied(others))
 
 
 def _unflatten(cls: type, children: Iterable[Any], context: Any) -> Any:
     names, others = context
     cache = object.__new__(cls)
-    vars(cache).update({name: copy(value) for name, value in others.items()})
-    vars(cache).update(zip(names, children, strict=True))
+    vars(cache).update(_copied(others), **dict(zip(names, children, strict=True)))
     return cache
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Copies of dicts: a forward changes `is_updated`, which layers have cross-attention's keys."""
+    return {name: {**x} if isinstance(x, dict) else x for name, x in attributes.items()}
