@@ -38,21 +38,11 @@ from wf_transformers.families.stacks import (
     shard_between,
     stacks_of,
 )
-from wf_transformers.families.table import (
-    LATENTS,
-    REFUSED,
-    changes_in,
-    modules_without_registry,
-)
+from wf_transformers.families.table import LATENTS, REFUSED, changes_in, modules_without_registry
 from wf_transformers.handle import Handle
 from wf_transformers.memory.checkpoints import recompute_checkpoints_with_documents
 from wf_transformers.memory.tiles import recompute_with_documents
-from wf_transformers.models import (
-    inner_models,
-    row_of,
-    uses_registry,
-    warn_about_windows,
-)
+from wf_transformers.models import inner_models, row_of, uses_registry, warn_about_windows
 from wf_transformers.rng import RankRng
 from wf_transformers.tensor_parallel import check_tensor_parallel
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from wf_transformers.attention.documents import MASK_ARGUMENTS
+from wf_transformers.calls import TOKENS
 from wf_transformers.models import outermost, transformers_classes
 
 PLAIN_LOSSES = (ForCausalLMLoss, ForMaskedLMLoss)
@@ -30,14 +31,7 @@ FUSED = "fused_lm_head"
 NUM_ITEMS = "num_items_in_batch"
 LOSS_ARGUMENTS = ("shift_labels", "ignore_index")
 """Arguments of a call that change transformers' own loss."""
-INPUTS = (
-    "input_ids",
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "token_type_ids",
-    *MASK_ARGUMENTS,
-)
+INPUTS = (*TOKENS, "attention_mask", "position_ids", "token_type_ids", *MASK_ARGUMENTS)
 """Arguments that are cut for a model with a custom loss. Others by token belong to the loss."""
 
 
