@@ -64,18 +64,16 @@ def gradients(
     out: Tensor,
     scale: float,
     softcap: float = 0.0,
-    dropout_factors: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of flash-attn's backward, which computes delta from dout and out."""
     assert dout.dtype == out.dtype == q.dtype
     g, group = k.shape[2], q.shape[2] // k.shape[2]
     dtype, (dout, q, k, v, out) = q.dtype, (x.float() for x in (dout, q, k, v, out))
-    dp = torch.einsum("bihd,bjhd->bhij", dout, v.repeat_interleave(group, 2)) * dropout_factors
+    dp = torch.einsum("bihd,bjhd->bhij", dout, v.repeat_interleave(group, 2))
     ds = p * (dp - (dout * out).sum(-1).transpose(1, 2)[..., None]) * scale
     if softcap:
         ds = ds * (1 - (capped_scores(q, k, scale, softcap) / softcap).square())
     dq = torch.einsum("bhij,bjhd->bihd", ds, k.repeat_interleave(group, 2))
     dk = torch.einsum("bhij,bihd->bjhd", ds, q).unflatten(2, (g, group)).sum(3)
-    dv = torch.einsum("bhij,bihd->bjhd", p * dropout_factors, dout)
-    dv = dv.unflatten(2, (g, group)).sum(3)
+    dv = torch.einsum("bhij,bihd->bjhd", p, dout).unflatten(2, (g, group)).sum(3)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)

@@ -10,14 +10,12 @@ Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_di
 
 from __future__ import annotations
 
-import threading
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from tests.gpu.dense_tile import gradients, probabilities, seen_in_window, weighted_sum
-from wf_backends.kernels.dropout import mix
 
 FLASH_3_SCHEMAS = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None, "
@@ -41,48 +39,6 @@ FLASH_3_SCHEMAS = (
 )
 
 
-class PhiloxGenerator(threading.local):
-    """A CUDA device's generator, with a state of its own in each thread, which is a rank.
-
-    Its state is a seed and an offset in multiples of 4.
-    """
-
-    def __init__(self) -> None:
-        self.state = (0, 0)
-
-    def get_state(self) -> tuple[int, int]:
-        return self.state
-
-    def set_state(self, state: tuple[int, int]) -> None:
-        self.state = state
-
-    def manual_seed(self, seed: int) -> None:
-        assert 0 <= seed < 1 << 64
-        self.state = (seed, 0)
-
-    def set_offset(self, offset: int) -> None:
-        assert offset % 4 == 0
-        self.state = (self.state[0], offset)
-
-    def advance(self, draws: int) -> tuple[int, int]:
-        """Advance the offset; returns the state before."""
-        seed, offset = self.state
-        self.state = (seed, offset + draws)
-        return seed, offset
-
-
-def dropout_factors(state: tuple[int, int], p: float, q: Tensor, k: Tensor) -> Tensor:
-    """(b, h, i, j): 0 or 1 / (1 - p), drawn from the seed, the offset of the head, row and key.
-
-    The offset of a head is that of the state plus 32 (sample heads + head).
-    """
-    (seed, offset), (b, rows, h, _) = state, q.shape
-    counter = offset + 32 * torch.arange(b * h).view(b, h, 1, 1)
-    counter = mix(counter + seed) + torch.arange(rows)[:, None]
-    counter = mix(counter + seed) + torch.arange(k.shape[1])
-    return ((mix(counter) & 0xFFFF) >= int(p * (1 << 16))) / (1 - p)
-
-
 def flash_forward(
     q: Tensor,
     k: Tensor,
@@ -90,11 +46,10 @@ def flash_forward(
     scale: float,
     window: tuple[int, int],
     softcap: float = 0.0,
-    factors: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     seen = seen_in_window(q.shape[1], k.shape[1], window)
     p, lse = probabilities(q, k, scale, seen, softcap=softcap)
-    return weighted_sum(p * factors, v).to(q.dtype), lse
+    return weighted_sum(p, v).to(q.dtype), lse
 
 
 def flash_backward(
@@ -107,20 +62,15 @@ def flash_backward(
     scale: float,
     window: tuple[int, int],
     softcap: float = 0.0,
-    factors: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert lse.is_contiguous(), "flash-attn reads lse as contiguous memory"
     seen = seen_in_window(q.shape[1], k.shape[1], window)
     p, _ = probabilities(q, k, scale, seen, lse, softcap)
-    return gradients(p, dout, q, k, v, out, scale, softcap, factors)
+    return gradients(p, dout, q, k, v, out, scale, softcap)
 
 
-def flash_attn_2(generator: PhiloxGenerator | None = None) -> ModuleType:
-    """The module `flash_attn.flash_attn_interface` of flash-attn 2.7 and 2.8.
-
-    Args:
-        generator: the device's, from which dropout draws; None: no test has dropout.
-    """
+def flash_attn_2() -> ModuleType:
+    """The module `flash_attn.flash_attn_interface` of flash-attn 2.7 and 2.8."""
 
     def _flash_attn_forward(
         q,
@@ -135,14 +85,10 @@ def flash_attn_2(generator: PhiloxGenerator | None = None) -> ModuleType:
         alibi_slopes,
         return_softmax,
     ):
-        assert (causal, alibi_slopes) == (False, None) and not (softcap and dropout_p)
-        state, factors = (0, 0), 1.0
-        if dropout_p:
-            state = generator.advance(q.shape[0] * q.shape[2] * 32)
-            factors = dropout_factors(state, dropout_p, q, k)
+        assert (dropout_p, causal, alibi_slopes) == (0.0, False, None)
         window = (window_size_left, window_size_right)
-        out, lse = flash_forward(q, k, v, softmax_scale, window, softcap, factors)
-        return out, lse, torch.empty(0), torch.tensor(state)
+        out, lse = flash_forward(q, k, v, softmax_scale, window, softcap)
+        return out, lse, torch.empty(0), torch.zeros(2)
 
     def _flash_attn_backward(
         dout,
@@ -164,14 +110,10 @@ def flash_attn_2(generator: PhiloxGenerator | None = None) -> ModuleType:
         deterministic,
         rng_state=None,
     ):
-        assert (causal, alibi_slopes) == (False, None) and not (softcap and dropout_p)
-        factors = 1.0
-        if dropout_p:
-            assert rng_state.dtype == torch.int64 and rng_state.is_contiguous()
-            factors = dropout_factors(tuple(rng_state.tolist()), dropout_p, q, k)
+        assert (dropout_p, causal, alibi_slopes) == (0.0, False, None)
         window = (window_size_left, window_size_right)
         tensors = (dout, q, k, v, out, softmax_lse)
-        grads = flash_backward(*tensors, softmax_scale, window, softcap, factors)
+        grads = flash_backward(*tensors, softmax_scale, window, softcap)
         for buffer, grad in zip((dq, dk, dv), grads, strict=True):
             buffer.copy_(grad)
         return torch.empty(0)

@@ -39,9 +39,9 @@ TILES = [
 ]
 
 
-def flash_kernel(monkeypatch: pytest.MonkeyPatch, operators: Operators) -> FlashKernel:
+def flash_kernel(operators: Operators) -> FlashKernel:
     kernel = FlashKernel()
-    monkeypatch.setattr(kernel, "_loaded", {False: operators})
+    kernel._operators = operators
     return kernel
 
 
@@ -51,7 +51,7 @@ def emulate_flash_attn_2(request, monkeypatch) -> Kernel:
     package.__dict__["flash_attn_interface"] = module
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", module)
-    return flash_kernel(monkeypatch, flash_attn_2())
+    return flash_kernel(flash_attn_2())
 
 
 def emulate_flash_attn_3(request, monkeypatch) -> Kernel:
@@ -60,7 +60,7 @@ def emulate_flash_attn_3(request, monkeypatch) -> Kernel:
     request.addfinalizer(library._destroy)
     module = ModuleType("flash_attn_interface")
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    return flash_kernel(monkeypatch, flash_attn_3())
+    return flash_kernel(flash_attn_3())
 
 
 def emulate_torch_flash(request, monkeypatch) -> Kernel:

@@ -198,11 +198,12 @@ def test_auto_is_reference_for_scores_that_the_libraries_lack(spec, flash_attn_v
     assert refusal and refusal.startswith("torch's flash kernels have no ")
 
 
-def test_auto_does_not_use_the_dropout_of_a_library(flash_attn_version):
+def test_the_dropout_of_a_library_is_not_used(flash_attn_version):
     """It would drop other weights than the reference, which is the same on every route."""
     flash_attn_version("2.8.3")
-    spec = replace(CUDA, dropout=True, whole_sequence=True)
-    assert select("flash", spec).name == "flash"
+    spec = replace(CUDA, dropout=True)
+    with pytest.raises(ValueError, match="flash-attn's functions .* have no dropout"):
+        select("flash", spec)
     assert select("auto", spec).name == "reference"
 
 

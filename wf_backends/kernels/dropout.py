@@ -48,26 +48,13 @@ class Dropout:
 
     def keep_mask(self, batch: int, rows: Tensor, keys: Tensor) -> Tensor:
         """(b, h, i, j) bool: True where a weight is not dropped; arguments as in `factors`."""
+        assert self.seed is not None, "no seed was drawn"
         samples = torch.arange(batch, device=rows.device)[:, None, None]
         heads = torch.arange(*self.heads, device=rows.device)[:, None]
-        return is_kept(mix(self._state(samples, heads, rows)[..., None] + keys * GAMMA), self.p)
-
-    def seeds(self, batch: int, row: Tensor, key: Tensor) -> Tensor:
-        """(b,) int64 >= 0: for each sample of a tile the seed of a library's random generator.
-
-        Args:
-            row, key: () int64, the global positions of the tile's first query and first key.
-        """
-        samples = torch.arange(batch, device=row.device)
-        return self._state(samples, row, key).bitwise_and_((1 << 63) - 1)
-
-    def _state(self, *numbers: Tensor) -> Tensor:
-        """int64: a generator state, mixed from the seed and `numbers`, which are broadcast."""
-        assert self.seed is not None, "no seed was drawn"
-        state = mix(numbers[0].new_zeros(1) + self.seed)
-        for number in numbers:
+        state = mix(rows.new_zeros(1) + self.seed)
+        for number in (samples, heads, rows):
             state = mix(state + number)
-        return state
+        return is_kept(mix(state[..., None] + keys * GAMMA), self.p)
 
 
 def position_dropout(x: Tensor, positions: Tensor, p: float, seed: int) -> Tensor:

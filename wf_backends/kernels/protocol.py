@@ -32,9 +32,6 @@ class KernelSpec:
     dropout: bool = False
     position_bias: bool = False
     looks_back: bool = False  # whether no row sees a later key
-    whole_sequence: bool = False
-    """Whether a rank computes the whole sequence for some heads: then its tiles are the same for
-    every number of ranks, and in the backward."""
 
     @property
     def max_head_dim(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 from wf_backends._validation import AUTO, one_of
@@ -17,8 +16,7 @@ from wf_backends.kernels.sdpa_cuda import CUDNN
 KERNELS: Mapping[str, Callable[[], Kernel]] = MappingProxyType(
     {"flash": FlashKernel, "sdpa": SdpaKernel, "reference": ReferenceKernel}
 )
-"""The kernels by name. "auto" is the first of `fastest_first` that does not refuse; it never uses a
-library's own dropout (`KernelSpec.whole_sequence`), so that dropout is the same on every route."""
+"""The kernels by name. "auto" is the first of `fastest_first` that does not refuse."""
 
 
 def select(name: str, spec: KernelSpec) -> Kernel:
@@ -34,7 +32,6 @@ def select(name: str, spec: KernelSpec) -> Kernel:
             raise ValueError(f'kernel "{name}" cannot be used here: {refusal}')
         return kernel
     refusals: list[str] = []
-    spec = replace(spec, whole_sequence=False)
     for fast_name in fastest_first(spec):
         kernel, refusal = _with_alibi(KERNELS[fast_name](), spec)
         if refusal is None:

@@ -102,7 +102,6 @@ class PlannedCalls:
             heads=queries[0].heads_per_member,
             kv_heads=(queries if latent_dim else keys)[0].heads_per_member,
             looks_back=mask.looks_back,
-            whole_sequence=groups.count == 1,
         )
         kernel = select(self.config.kernel, local_spec)
         programs = lower(forward, group), lower(backward, group)
