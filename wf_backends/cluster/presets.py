@@ -106,12 +106,10 @@ def load_extended(source: str, ranks: int) -> tuple[Topology, int]:
     topology = load(source)
     if not ranks:
         return topology, 0
-    if source not in PRESETS:
-        extended = topology.with_ranks(ranks)
-        return extended, max(0, extended.hosts - topology.hosts)
-    if topology.hosts == 1:
+    if source in PRESETS and topology.hosts == 1:
         return replace(topology, ranks_per_host=ranks), 0
-    return topology.with_ranks(ranks), 0
+    extended = topology.with_ranks(ranks)
+    return extended, 0 if source in PRESETS else max(0, extended.hosts - topology.hosts)
 
 
 def one_host(size: int) -> Topology:

@@ -2,13 +2,14 @@
 
 from wf_backends.kernels.dropout import Dropout, position_dropout
 from wf_backends.kernels.merge import merge
-from wf_backends.kernels.protocol import Kernel, KernelSpec, TileGrad
+from wf_backends.kernels.protocol import Grads, Kernel, KernelSpec, TileGrad, TileKernel
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.scores import PositionBias, Scores
 from wf_backends.kernels.select import KERNELS, select
 
 __all__ = [
     "Dropout",
+    "Grads",
     "KERNELS",
     "Kernel",
     "KernelSpec",
@@ -16,6 +17,7 @@ __all__ = [
     "PositionBias",
     "Scores",
     "TileGrad",
+    "TileKernel",
     "merge",
     "position_dropout",
     "select",

@@ -108,22 +108,12 @@ class TileGrad(NamedTuple):
         return TileGrad(dout, q, k, v, out, self.lse.flip(2), self.delta.flip(2))
 
 
-class Kernel(Protocol):
+class TileKernel(Protocol):
     """One tile of attention: rows x keys under a Band in the tile's own indices.
 
     The runtime passes only trimmed tiles: every row sees a key and every key is seen.
     Row i sees key j if and only if -band.left <= j - i <= band.right.
     """
-
-    name: str
-
-    def refuses(self, spec: KernelSpec) -> str | None:
-        """Why this kernel cannot run `spec` on this machine, for an error; None if it can."""
-        ...
-
-    def runs(self, spec: KernelSpec) -> str:
-        """Which library computes the tiles of a `spec` that is not refused, for the user."""
-        ...
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
@@ -148,4 +138,18 @@ class Kernel(Protocol):
 
         Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
         """
+        ...
+
+
+class Kernel(TileKernel, Protocol):
+    """A kernel that `select` may choose."""
+
+    name: str
+
+    def refuses(self, spec: KernelSpec) -> str | None:
+        """Why this kernel cannot run `spec` on this machine, for an error; None if it can."""
+        ...
+
+    def runs(self, spec: KernelSpec) -> str:
+        """Which library computes the tiles of a `spec` that is not refused, for the user."""
         ...

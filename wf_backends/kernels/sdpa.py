@@ -112,17 +112,14 @@ class SdpaKernel(SplitKernel):
 
     Args:
         operators_for: chooses the operators for a tile (q, k, band).
-        release: (major, minor) of torch; None = the installed one.
     """
 
     name = "sdpa"
 
     def __init__(
-        self,
-        operators_for: Callable[[Tensor, Tensor, Band], Operators] = operators_for,
-        release: tuple[int, int] | None = None,
+        self, operators_for: Callable[[Tensor, Tensor, Band], Operators] = operators_for
     ) -> None:
-        self._operators_for, self._release = operators_for, release or torch_release()
+        self._operators_for = operators_for
 
     def refuses(self, spec: KernelSpec) -> str | None:
         """What torch's flash kernels lack; see Kernel.refuses."""
@@ -136,11 +133,11 @@ class SdpaKernel(SplitKernel):
             return refusal
         if spec.device == "cuda":
             return flash_refuses(spec)
-        minimum = _MIN_RELEASE_FOR_GQA_ON_CPU
-        if spec.kv_heads != spec.heads and self._release < minimum:
-            needed, installed = (".".join(map(str, r)) for r in (minimum, self._release))
-            return f"on cpu torch's takes grouped key heads from {needed} on, this is {installed}"
-        return None
+        if spec.kv_heads == spec.heads or torch_release() >= _MIN_RELEASE_FOR_GQA_ON_CPU:
+            return None
+        versions = _MIN_RELEASE_FOR_GQA_ON_CPU, torch_release()
+        needed, installed = (".".join(map(str, version)) for version in versions)
+        return f"on cpu torch's takes grouped key heads from {needed} on, this is {installed}"
 
     def runs(self, spec: KernelSpec) -> str:
         """See Kernel.runs; on CUDA, where each tile has its own choice, that of a full tile."""

@@ -94,15 +94,7 @@ def seen(q: Parts, kv: Parts, mask: Mask) -> tuple[Ranges, Ranges]:
 
 
 def _seen_in_part(rows: Ranges, keys: Ranges, band: Band) -> tuple[Ranges, Ranges]:
-    if band == FULL:
-        return rows, keys
-    if band.left == inf:  # from some row on all rows, and up to some key all keys
-        right = int(band.right)
-        first_row, stop_key = keys[0][0] - right, rows[-1][1] + right
-        return _clip(rows, (first_row, rows[-1][1])), _clip(keys, (keys[0][0], stop_key))
     pairs = [pair for r in rows for k in keys if (pair := _trimmed_pair(r, k, band))]
-    if not pairs:
-        return (), ()
     return join([row_range for row_range, _ in pairs]), join([key_range for _, key_range in pairs])
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from wf_backends.comm import NO_PASS, Communicator, Pass
-from wf_backends.kernels import Kernel, PositionBias, Scores, TileGrad, merge
+from wf_backends.kernels import Kernel, PositionBias, Scores, TileGrad, TileKernel, merge
 from wf_backends.lowering import RankProgram, Tile
 from wf_backends.runtime.autograd import below_autograd, first_order_only
 from wf_backends.runtime.latents import LatentKernel
@@ -90,7 +90,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Learned) -> Ten
     """
     queries, kv = _rows_first(q), fuse(k, v)
     scores = _with_learned_bias(call.scores, learned)
-    kernel, value_dim = call.kernel, v.shape[3]
+    kernel: TileKernel = call.kernel
+    value_dim = v.shape[3]
     if learned.up is not None:
         kernel = LatentKernel(kernel, learned.up)
         value_dim = learned.up.shape[1] - (q.shape[3] - k.shape[3])
@@ -155,7 +156,7 @@ def _with_learned_bias(scores: Scores, learned: Learned) -> Scores:
 class _Tiles(ABC):
     """Computes tiles by a kernel; a `runner.ComputeTile`."""
 
-    def __init__(self, kernel: Kernel, scores: Scores, key_dim: int) -> None:
+    def __init__(self, kernel: TileKernel, scores: Scores, key_dim: int) -> None:
         self.kernel, self.scores, self.key_dim = kernel, scores, key_dim
         self._ignores_positions = scores.slopes is scores.dropout is scores.bias is None
         self._buffers: tuple[Tensors, Tensors] = ((), ())
@@ -213,7 +214,9 @@ class BackwardTiles(_Tiles):
         own_out: the outputs of this rank's own queries.
     """
 
-    def __init__(self, kernel: Kernel, scores: Scores, key_dim: int, own_out: SurrogateOut) -> None:
+    def __init__(
+        self, kernel: TileKernel, scores: Scores, key_dim: int, own_out: SurrogateOut
+    ) -> None:
         super().__init__(kernel, scores, key_dim)
         self._own_out = own_out
 

@@ -17,10 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wf_backends.kernels import Kernel, KernelSpec, Scores, TileGrad
+from wf_backends.kernels import Grads, Scores, TileGrad, TileKernel
 from wf_backends.schedule import Band
-
-Grads = tuple[Tensor, Tensor, Tensor]
 
 
 class LatentKernel:
@@ -31,22 +29,14 @@ class LatentKernel:
         up: (h, n + e, c), W of the tile's heads.
     """
 
-    def __init__(self, kernel: Kernel, up: Tensor) -> None:
-        self.name, self._kernel, self._up = kernel.name, kernel, up
+    def __init__(self, kernel: TileKernel, up: Tensor) -> None:
+        self._kernel, self._up = kernel, up
         self._wide = torch.promote_types(up.dtype, torch.float32)
         self._grad: Tensor | None = None
 
     def grad(self) -> Tensor:
         """(h, n + e, c), up's dtype: the gradient of `up`, summed over all tiles so far."""
         return torch.zeros_like(self._up) if self._grad is None else self._grad.to(self._up.dtype)
-
-    def refuses(self, spec: KernelSpec) -> str | None:
-        """See Kernel.refuses."""
-        return self._kernel.refuses(spec)
-
-    def runs(self, spec: KernelSpec) -> str:
-        """See Kernel.runs."""
-        return self._kernel.runs(spec)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band

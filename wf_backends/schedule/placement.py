@@ -16,7 +16,7 @@ from itertools import permutations, product
 from operator import mul
 from typing import Any, cast
 
-from wf_backends._validation import nearest
+from wf_backends._validation import nearest, positive
 from wf_backends.schedule.routes import ROUTES, make_schedule
 from wf_backends.schedule.schedule import Schedule, Shards, inverse
 
@@ -148,12 +148,8 @@ def read_placed(route: Mapping[str, Any], n: int, max_host_size: int | None = No
 
 
 def _read_host_size(route: Mapping[str, Any], gathers: bool, max_size: int | None) -> int:
-    size = route.get(HOST_SIZE, 1)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(
-            f"{HOST_SIZE} must be a positive integer, the ranks of a host (1: rows cross once to "
-            f"each reader), got {size!r}"
-        )
+    size: Any = route.get(HOST_SIZE, 1)
+    positive(HOST_SIZE, size)
     if size > 1 and not gathers:
         raise ValueError(
             f"{HOST_SIZE} {size} is for routes that gather rows of several ranks; route "
