@@ -14,7 +14,7 @@ from wf_backends.cluster.topology import Topology
 from wf_backends.config import SequenceParallelConfig
 from wf_backends.cost.workload import Workload
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.parallel.choose import choose, request_of
+from wf_backends.parallel.choose import named_choice, request_of
 from wf_backends.planner.plan import EXACT_UP_TO, Plan, Request, ranked
 from wf_backends.planner.proxy import on_few_routes, on_fewer_ranks
 from wf_backends.planner.search import best_plan, plan_for, price_plan
@@ -128,7 +128,6 @@ def test_config_of_a_size_alone_gets_the_best_plan(
     call = request_of(size_alone, shape, 2048, mask, topology)
     plan = plan_for(call)
     assert_best(plan, Request(topology, Workload(shape, 2048, mask)), size)
-    assert choose(size_alone, call, lambda *_: None) == plan.choice
     assert_config_names(plan, size, shape, mask)
 
 
@@ -155,7 +154,7 @@ def assert_config_names(plan: Plan, size: int, shape: Shape, mask: Mask) -> None
     """The plan written as a config leaves nothing open, and is chosen without a search."""
     named = SequenceParallelConfig.from_dict(plan.choice.to_config(size, "zigzag"))
     assert not named.leaves_open
-    assert choose(named, request_of(named, shape, 2048, mask), pytest.fail) == plan.choice
+    assert named_choice(request_of(named, shape, 2048, mask)) == plan.choice
 
 
 SLOW_HOSTS = cluster(4, 2, gbit=0.01)  # where the largest degree is the fastest

@@ -5,16 +5,16 @@ from __future__ import annotations
 import atexit
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
-from wf_backends.comm.faults import Termination, deferred_termination
+from wf_backends.comm.faults import deferred_termination
 from wf_backends.comm.protocol import CONTROL, DEFAULT_TIMEOUT_S, UNUSED_TAG, Message, Pending, Wait
 from wf_backends.comm.staging import Staged
 from wf_backends.comm.watch import ProcessComm
@@ -63,7 +63,7 @@ class MpiComm(ProcessComm):
         self.timeout, self.max_message = timeout, max_message
         self.cuda_aware = _cuda_aware(self.MPI)
         self.comm, request = comm.Idup()
-        if not wait_until(request.Test, timeout):
+        if not any(request.Test() for _ in polls(timeout)):
             raise RuntimeError(f"{self.me}: the meeting of all ranks did not end in {timeout:g} s")
         atexit.register(_call_if_alive, WeakMethod(self.leave))
 
@@ -134,21 +134,20 @@ class _MpiPending(Pending):
             while self.requests:
                 first = self.requests[0]
                 comm.waits = Wait(comm.current_pass, self.label, first.transfer, first.peer, since)
-                first_is_done = partial(self._first_is_done, termination)
-                if not wait_until(first_is_done, comm.timeout, self._check_peer):
+                for is_check_due in polls(comm.timeout):
+                    self.poll()
+                    if not self.requests or self.requests[0] is not first:
+                        break
+                    if termination.requested:
+                        raise self._failed(first, "the launcher ends the job")
+                    if is_check_due:
+                        self._check_peer()
+                else:
                     raise self._failed(first, f"it did not end within {comm.timeout:g} s")
         comm.waits = None
 
     def _failed(self, request: _Request, error: object) -> RuntimeError:
         return self.comm.failed(self.label, request.transfer, request.peer, error)
-
-    def _first_is_done(self, termination: Termination) -> bool:
-        """Poll; whether the request that was the first is done."""
-        first = self.requests[0]
-        self.poll()
-        if self.requests and termination.requested:
-            raise self._failed(first, "the launcher ends the job")
-        return not self.requests or self.requests[0] is not first
 
     def _check_peer(self) -> None:
         """Raise if the peer had ended at the last check: its earlier messages would be here."""
@@ -173,26 +172,19 @@ class _MpiPending(Pending):
         return True
 
 
-def wait_until(
-    is_done: Callable[[], bool], timeout: float, check: Callable[[], None] = lambda: None
-) -> bool:
-    """Poll `is_done` until it is true; return False if it is not within `timeout` seconds.
-
-    Args:
-        check: called about twice a second; may end the wait by an error.
-    """
+def polls(timeout: float) -> Iterator[bool]:
+    """A moment for each poll within `timeout` seconds: about every CHECK_S one that is True."""
     now = time.monotonic()
-    deadline, next_check, num_polls = now + timeout, now + CHECK_S, 0
-    while not is_done():
+    deadline, next_check, is_check_due = now + timeout, now + CHECK_S, False
+    for num_polls in count():
+        yield is_check_due
         now = time.monotonic()
         if now > deadline:
-            return False
-        num_polls += 1
-        time.sleep(PAUSE_S if num_polls > POLLS_BEFORE_PAUSES else 0)
-        if now > next_check:
+            return
+        is_check_due = now > next_check
+        if is_check_due:
             next_check = now + CHECK_S
-            check()
-    return True
+        time.sleep(PAUSE_S if num_polls > POLLS_BEFORE_PAUSES else 0)
 
 
 def _call_if_alive(method: WeakMethod[Callable[[], None]]) -> None:

@@ -1,4 +1,4 @@
-"""What an attention call runs: what its config names, and the planner's choice for "auto".
+"""What the planner is asked for an attention call, and the choice of a config without "auto".
 
 Pure: standard library only. A rank plans once for similar calls: `planner.representative` rounds
 lengths up to one of eight values in each octave, and replaces documents by typical ones.
@@ -6,36 +6,21 @@ lengths up to one of eight values in each octave, and replaces documents by typi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from wf_backends._validation import AUTO
 from wf_backends.cluster import Topology, one_host
 from wf_backends.config import LSS, Route, SequenceParallelConfig
 from wf_backends.lowering import Shape
-from wf_backends.planner import MOVES, Choice, Plan, Request, Workload, plan_for
+from wf_backends.planner import MOVES, Choice, Request, Workload
 from wf_backends.schedule import Mask, Placed, read_placed
 
 
-def choose(
-    config: SequenceParallelConfig, request: Request, on_plan: Callable[[Plan, Request], None]
-) -> Choice:
-    """What an attention call runs.
-
-    Args:
-        request: `request_of` the config.
-        on_plan: called with the plan and the request, if anything is "auto".
-
-    Raises:
-        ValueError: if no plan fits the topology's memory or the heads.
-    """
-    if config.leaves_open:
-        plan = plan_for(request)
-        on_plan(plan, request)
-        return plan.choice
+def named_choice(request: Request) -> Choice:
+    """What an attention call runs by a config without "auto": each field has one value."""
     routes = request.degrees, request.forward, request.backward
     fields: Any = (*routes, request.moves, request.keeps, request.strides, request.chunks)
-    return Choice(*(value for (value,) in fields))  # without "auto" a field has one value
+    return Choice(*(value for (value,) in fields))
 
 
 def request_of(

@@ -18,9 +18,9 @@ from wf_backends.comm import Communicator, ConsistencyCheck, fingerprint
 from wf_backends.config import LSS, SequenceParallelConfig
 from wf_backends.kernels import KernelSpec, Scores, select
 from wf_backends.lowering import ACTIVATION, Problem, Shape, UlyssesGroups, lower
-from wf_backends.parallel.choose import choose, request_of
+from wf_backends.parallel.choose import named_choice, request_of
 from wf_backends.parallel.softmax import Options
-from wf_backends.planner import Choice, Plan, Request, reason
+from wf_backends.planner import Choice, Plan, Request, plan_for, reason
 from wf_backends.runtime import Call, HeadGroup, accumulator_dtype, make_head_exchange
 from wf_backends.schedule import LAYOUTS, Layout, Mask, check, layout_of
 
@@ -123,7 +123,11 @@ class PlannedCalls:
             topology = self.topology.find(torch.device(spec.device))
         seqlen, keys = lengths
         request = request_of(self.config, shape, seqlen, mask, topology, keys)
-        return choose(self.config, request, self._log_plan)
+        if not self.config.leaves_open:
+            return named_choice(request)
+        plan = plan_for(request)
+        self._log_plan(plan, request)
+        return plan.choice
 
     def _log_plan(self, plan: Plan, request: Request) -> None:
         """Log every choice of the planner once, on the first rank of the job."""
