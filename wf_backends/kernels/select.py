@@ -26,18 +26,16 @@ def select(name: str, spec: KernelSpec) -> Kernel:
         ValueError: if there is no such kernel, or no kernel by this name can run `spec`.
     """
     one_of("kernel", name, (AUTO, *KERNELS))
-    if name != AUTO:
-        kernel, refusal = _with_alibi(KERNELS[name](), spec)
-        if refusal is not None:
-            raise ValueError(f'kernel "{name}" cannot be used here: {refusal}')
-        return kernel
-    refusals: list[str] = []
-    for fast_name in fastest_first(spec):
-        kernel, refusal = _with_alibi(KERNELS[fast_name](), spec)
+    refusals: dict[str, str] = {}
+    for candidate in fastest_first(spec) if name == AUTO else [name]:
+        kernel, refusal = _with_alibi(KERNELS[candidate](), spec)
         if refusal is None:
             return kernel
-        refusals.append(f"{kernel.name}: {refusal}")
-    raise ValueError(f"no kernel can run {spec}; " + "; ".join(refusals))
+        refusals[candidate] = refusal
+    if name != AUTO:
+        raise ValueError(f'kernel "{name}" cannot be used here: {refusals[name]}')
+    reasons = "; ".join(f"{candidate}: {refusal}" for candidate, refusal in refusals.items())
+    raise ValueError(f"no kernel can run {spec}; {reasons}")
 
 
 def fastest_first(spec: KernelSpec) -> list[str]:
