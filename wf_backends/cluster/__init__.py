@@ -9,7 +9,6 @@ from wf_backends.cluster.discover import (
     measured_topology,
     save_text,
 )
-from wf_backends.cluster.job import check_job
 from wf_backends.cluster.presets import PRESETS, check_source, load, load_extended, one_host
 from wf_backends.cluster.timer import Timer
 from wf_backends.cluster.topology import KERNEL_NAMES, KernelRate, Link, Topology
@@ -24,7 +23,6 @@ __all__ = [
     "Timer",
     "Topology",
     "cache_folder",
-    "check_job",
     "check_up",
     "check_source",
     "job_hosts",

@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import product
 from math import inf
 from typing import Literal
 
@@ -85,17 +85,13 @@ def seen(q: Parts, kv: Parts, mask: Mask) -> tuple[Ranges, Ranges]:
 
     These are the positions of all tiles, computed without making tiles.
     """
-    parts = q.keys() & kv.keys()
-    seen_by_part = [_seen_in_part(q[part], kv[part], mask.band_of(part)) for part in parts]
-    if len(seen_by_part) == 1:
-        return seen_by_part[0]
-    rows, keys = zip(*seen_by_part, strict=True) if seen_by_part else ((), ())
-    return join(chain.from_iterable(rows)), join(chain.from_iterable(keys))
-
-
-def _seen_in_part(rows: Ranges, keys: Ranges, band: Band) -> tuple[Ranges, Ranges]:
-    pairs = [pair for r in rows for k in keys if (pair := _trimmed_pair(r, k, band))]
-    return join([row_range for row_range, _ in pairs]), join([key_range for _, key_range in pairs])
+    pairs = [
+        pair
+        for part in q.keys() & kv.keys()
+        for rows, keys in product(q[part], kv[part])
+        if (pair := _trimmed_pair(rows, keys, mask.band_of(part)))
+    ]
+    return join([rows for rows, _ in pairs]), join([keys for _, keys in pairs])
 
 
 def by_part(ranges: Ranges, mask: Mask, side: Literal["q", "k"]) -> Parts:
