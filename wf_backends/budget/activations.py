@@ -1,4 +1,4 @@
-"""Bytes that the activations of one rank take in a training step. Pure: standard library only.
+"""Bytes that the activations of one rank take in a training step.
 
 Counted are the tensors that autograd saves in transformers' Llama (4.51) with our attention, and
 the tensors that the backward makes while it is at one layer. Experts are those of transformers 5,

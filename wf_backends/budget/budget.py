@@ -1,7 +1,4 @@
-"""A rank's memory in a training step, and the longest sequence that fits it.
-
-Pure: standard library only.
-"""
+"""A rank's memory in a training step, and the longest sequence that fits it."""
 
 from __future__ import annotations
 

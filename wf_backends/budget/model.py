@@ -1,4 +1,4 @@
-"""The sizes of a decoder from which its memory is computed. Pure: standard library only."""
+"""The sizes of a decoder from which its memory is computed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Parameters, gradients and optimizer states of one rank, as DeepSpeed's ZeRO holds them.
 
-Pure: standard library only. Source: Rajbhandari et al. 2020 (arXiv 1910.02054), section 3, and the
-buffers that DeepSpeed 0.19 allocates.
+Source: Rajbhandari et al. 2020 (arXiv 1910.02054), section 3, and the buffers that DeepSpeed 0.19
+allocates.
 """
 
 from __future__ import annotations

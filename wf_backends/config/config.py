@@ -1,8 +1,5 @@
 # pyright: reportUnnecessaryIsInstance=false
-"""The configuration: the same keys in a DeepSpeed JSON, a plugin and on the command line.
-
-Pure: standard library only.
-"""
+"""The configuration: the same keys in a DeepSpeed JSON, a plugin and on the command line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A file with a mask in slices: JSON with the three lists that attention takes.
-
-Pure: standard library only.
-"""
+"""A file with a mask in slices: JSON with the three lists that attention takes."""
 
 from __future__ import annotations
 

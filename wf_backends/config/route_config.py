@@ -1,7 +1,4 @@
-"""Routes as a configuration and a command line write them.
-
-Pure: standard library only.
-"""
+"""Routes as a configuration and a command line write them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The number of (query, key) pairs that a tile, a band or a mask lets through, in closed form.
-
-Pure: standard library only.
-"""
+"""The number of (query, key) pairs that a tile, a band or a mask lets through, in closed form."""
 
 from __future__ import annotations
 

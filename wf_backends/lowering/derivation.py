@@ -1,7 +1,7 @@
 """Derives a rank's program (buffers, tiles, messages) from a problem.
 
-Pure: standard library only. A row is sent only to ranks whose tiles read it. Messages of the side
-that stays are in lowering/gather_rounds.py, those of walkers in lowering/forwarding.py.
+A row is sent only to ranks whose tiles read it. Messages of the side that stays are in
+lowering/gather_rounds.py, those of walkers in lowering/forwarding.py.
 """
 
 from __future__ import annotations

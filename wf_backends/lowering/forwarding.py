@@ -1,10 +1,10 @@
 """The rows of walkers that ranks hold in each step, and the messages that bring them there.
 
-Pure: standard library only. A rank holds a row only if it reads it (but see `RelayedRows`). If the
-next rank of the hop reads the row too, it is forwarded, and later its partial result with it. If
-not, the partial result is sent to the owner, and the owner sends the row to the next rank that
-reads it: one message for each reader. Everything is computed on demand and cached: one rank of
-thousands asks only for its own part.
+A rank holds a row only if it reads it (but see `RelayedRows`). If the next rank of the hop reads
+the row too, it is forwarded, and later its partial result with it. If not, the partial result is
+sent to the owner, and the owner sends the row to the next rank that reads it: one message for each
+reader. Everything is computed on demand and cached: one rank of thousands asks only for its own
+part.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The rounds of a step: in which order rows of the side that stays are used, and their messages.
 
-Pure: standard library only. A rank has its own rows from the start. In the first step it computes
-them first, while rows of other owners arrive, one bundle of owners after another. In later steps
-its own rows come last, while finished results are sent to other owners. Rounds of a step:
+A rank has its own rows from the start. In the first step it computes them first, while rows of
+other owners arrive, one bundle of owners after another. In later steps its own rows come last,
+while finished results are sent to other owners. Rounds of a step:
 
     first step    own rows | fetched 0 | fetched 1 | ...
     later steps   fetched 0 | fetched 1 | ... | all other rows

@@ -1,7 +1,7 @@
 """The bytes that a rank sends, by message label, derived from its program.
 
-Pure: standard library only. Labels are those of runtime/runner.py, so that derived bytes can be
-compared with those that a communicator counted.
+Labels are those of runtime/runner.py, so that derived bytes can be compared with those that a
+communicator counted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A schedule together with layouts and a mask, and the rows that tiles read in each step.
 
-Pure: standard library only. One side stays (a rank gathers its rows once, and uses them in all
-steps), the other walks. In the forward, keys walk; in the backward, keys or queries.
+One side stays (a rank gathers its rows once, and uses them in all steps), the other walks. In the
+forward, keys walk; in the backward, keys or queries.
 """
 
 from __future__ import annotations

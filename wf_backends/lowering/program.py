@@ -1,7 +1,6 @@
 """What one rank does in one pass, as plain data: buffers, tiles and messages.
 
-Pure: standard library only. Rows of a buffer are in sequence order. All slices are local to their
-buffer, in rows.
+Rows of a buffer are in sequence order. All slices are local to their buffer, in rows.
 """
 
 from __future__ import annotations

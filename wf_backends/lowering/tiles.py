@@ -1,7 +1,4 @@
-"""Divides queries, keys and a mask into tiles: as few kernel calls as possible.
-
-Pure: standard library only.
-"""
+"""Divides queries, keys and a mask into tiles: as few kernel calls as possible."""
 
 from __future__ import annotations
 

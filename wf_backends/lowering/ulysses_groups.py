@@ -1,7 +1,4 @@
-"""Which ranks exchange heads for tokens, and which ranks form a route.
-
-Pure: standard library only.
-"""
+"""Which ranks exchange heads for tokens, and which ranks form a route."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The band of keys that a query sees around its own position. Pure: standard library only."""
+"""The band of keys that a query sees around its own position."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Shards that are filled one after the other, each with its share of the tokens and of the scores.
 
-Pure: standard library only. A score is a (query, key) pair that the mask lets through. A sequence
-is divided into segments in which the number of keys that a query sees is linear in its position:
-packed documents, or what `segments_of` finds for a mask in slices.
+A score is a (query, key) pair that the mask lets through. A sequence is divided into segments in
+which the number of keys that a query sees is linear in its position: packed documents, or what
+`segments_of` finds for a mask in slices.
 """
 
 from __future__ import annotations

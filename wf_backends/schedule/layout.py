@@ -1,8 +1,7 @@
 """Which tokens a rank owns.
 
-Pure: standard library only. A layout gives every rank its shard: sorted ranges of global positions,
-whose rows the rank holds in this order. If a sequence length is not divisible, chunks differ by one
-token.
+A layout gives every rank its shard: sorted ranges of global positions, whose rows the rank holds in
+this order. If a sequence length is not divisible, chunks differ by one token.
 """
 
 from __future__ import annotations

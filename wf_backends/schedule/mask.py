@@ -1,7 +1,7 @@
 # pyright: reportUnnecessaryIsInstance=false
 """What a query may see: a Band around it, inside its own document; or slices.
 
-Pure: standard library only. Positions are global token positions.
+Positions are global token positions.
 """
 
 from __future__ import annotations

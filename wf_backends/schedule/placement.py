@@ -1,10 +1,10 @@
 # pyright: reportUnnecessaryIsInstance=false
 """Which rank plays which part of a schedule.
 
-Pure: standard library only. The parts of a route are numbers with digits: (column, row) of a mesh,
-(block, position in the sub-ring, member of the team) of concentric rings. A rank's number has the
-same digits in any order, or is counted backwards. This decides which parts share a host. A schedule
-with its ranks renumbered is still a valid schedule.
+The parts of a route are numbers with digits: (column, row) of a mesh, (block, position in the
+sub-ring, member of the team) of concentric rings. A rank's number has the same digits in any order,
+or is counted backwards. This decides which parts share a host. A schedule with its ranks renumbered
+is still a valid schedule.
 """
 
 from __future__ import annotations

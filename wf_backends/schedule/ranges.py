@@ -1,7 +1,7 @@
 """Sets of token positions as sorted, disjoint (start, stop) ranges with gaps between them.
 
-Pure: standard library only. Buffers hold their rows in sequence order. So the set of positions that
-a buffer holds says where each row lies: `locate` and `globalize` translate.
+Buffers hold their rows in sequence order. So the set of positions that a buffer holds says where
+each row lies: `locate` and `globalize` translate.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The routes by name. Each is one function that returns a schedule.
 
-Pure: standard library only. A new route is a function here and its row in `ROUTES`.
+A new route is a function here and its row in `ROUTES`.
 """
 
 from __future__ import annotations

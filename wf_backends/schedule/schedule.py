@@ -1,7 +1,7 @@
 """Who meets whom, as plain data.
 
-Pure: standard library only. A route is written down as the three fields of a `Schedule`. What
-ranks hold at each step, their tiles and their messages are derived from these.
+A route is written down as the three fields of a `Schedule`. What ranks hold at each step, their
+tiles and their messages are derived from these.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # pyright: reportUnnecessaryIsInstance=false
 """Slices of a mask: queries of one range, keys of another, and a band between them.
 
-Pure: standard library only. Positions are global token positions.
+Positions are global token positions.
 Source: the argument names and mask types are those of MagiAttention (SandAI).
 """
 
