@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,14 @@ def test_sequence_parallel_size_must_divide_the_world():
     with pytest.raises(ValueError, match="must divide the 4 ranks of the group, got 3"):
         run_threads(4, lambda comm: SequenceParallel(config, comm))
     with pytest.raises(ValueError, match="1 ranks of the group, got 3: start 3 ranks"):
+        SequenceParallel(config)
+
+
+def test_a_config_that_is_a_dict_is_refused():
+    config: Any = {"sequence_parallel_size": 4}
+    with pytest.raises(
+        ValueError, match="got {'sequence_parallel_size': 4}: .*from_dict makes one"
+    ):
         SequenceParallel(config)
 
 

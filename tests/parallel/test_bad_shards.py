@@ -47,6 +47,18 @@ def test_a_dim_that_is_no_integer_is_refused(dim, method):
         getattr(one_rank(), method)(torch.zeros(2, 8), dim)
 
 
+class LikeDTensor(torch.Tensor):
+    def to_local(self):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("method", ("shard", "unshard"))
+def test_a_dtensor_is_refused(method):
+    """Ranks would wait for each other in its operators, as each takes other rows."""
+    with pytest.raises(ValueError, match="got a DTensor: pass x.full_tensor"):
+        getattr(one_rank(), method)(torch.zeros(2, 8).as_subclass(LikeDTensor))
+
+
 @pytest.mark.parametrize("seqlen", ("8", 8.0, True, None, 0, -8))
 def test_positions_of_a_seqlen_that_is_no_positive_integer_are_refused(seqlen):
     with pytest.raises(ValueError, match="seqlen must be a positive integer, got"):

@@ -83,8 +83,8 @@ def make_comm(group: Any = None, timeout: float | None = None) -> Communicator:
     if type(group).__module__.startswith("mpi4py"):
         return MpiComm(group, _default_timeout() if timeout is None else timeout)
     raise ValueError(
-        f"group must be None, a torch ProcessGroup, an mpi4py communicator or a Communicator; "
-        f"got {type(group).__module__}.{type(group).__qualname__}: {group!r}"
+        "group must be None, a torch ProcessGroup (of a mesh: get_group()), an mpi4py communicator "
+        f"or a Communicator; got {type(group).__module__}.{type(group).__qualname__}: {group!r}"
     )
 
 

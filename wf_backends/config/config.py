@@ -265,3 +265,13 @@ class SequenceParallelConfig:
                 f"topology {self.topology!r} has an effect only if another key is "
                 f'"{AUTO}", and none is: leave it out'
             )
+
+
+def checked(config: object) -> SequenceParallelConfig:
+    """The config itself; a ValueError for anything else, such as a dict."""
+    if isinstance(config, SequenceParallelConfig):
+        return config
+    raise ValueError(
+        f"config must be a SequenceParallelConfig, got {config!r}: of a dict, "
+        "SequenceParallelConfig.from_dict makes one"
+    )

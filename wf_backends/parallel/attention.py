@@ -246,7 +246,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, kv_up: Tensor | None = None) 
         )
     if not q.dtype == k.dtype == v.dtype:
         got = f"{q.dtype}, {k.dtype}, {v.dtype}"
-        raise ValueError(f"q, k, v must have one dtype (torch.autocast casts none), got {got}")
+        raise ValueError(f"q, k, v must have one dtype, got {got}; torch.autocast casts none here")
     if not q.dtype.is_floating_point:
         raise ValueError(f"q, k, v must have a floating point dtype, got {q.dtype}")
     if not q.device == k.device == v.device:

@@ -17,7 +17,7 @@ from torch import Tensor
 from wf_backends._compile import eager
 from wf_backends.cluster import JobTopology, Topology, cache_folder
 from wf_backends.comm import Shared, fingerprint, make_comm, sum_over_ranks
-from wf_backends.config import SequenceParallelConfig
+from wf_backends.config import SequenceParallelConfig, checked
 from wf_backends.parallel.attention import AttentionMethod, DistributedAttention
 from wf_backends.parallel.data import mask_arguments, prepare_batch
 from wf_backends.parallel.loss import count_valid, token_loss
@@ -44,6 +44,7 @@ class SequenceParallel(AttentionMethod, Sharding, Shared):
     def __init__(
         self, config: SequenceParallelConfig, group: Any = None, topology: Topology | None = None
     ) -> None:
+        self.config = config = checked(config)
         group_comm, size = make_comm(group, config.timeout), config.sequence_parallel_size
         if group_comm.size % size:
             advice = f": start {size} ranks and call launch.init(), or give a group"
@@ -52,7 +53,6 @@ class SequenceParallel(AttentionMethod, Sharding, Shared):
                 f"got {size}{advice if group_comm.size == 1 else ''}"
             )
         first = group_comm.rank // size * size
-        self.config = config
         self.comm = group_comm.view(range(first, first + size))
         self.rank, self.size = self.comm.rank, size
         self.comm.watch()

@@ -15,8 +15,13 @@ def dimension(x: Tensor, dim: int, name: str = "dim") -> int:
     """`dim` as a non-negative number.
 
     Raises:
-        ValueError: if x has no such dimension; the error calls it `name`.
+        ValueError: if x has no such dimension, the error calls it `name`, or is a DTensor.
     """
+    if hasattr(x, "to_local"):  # its operators wait for all ranks, which take other rows each
+        raise ValueError(
+            "a plain tensor is needed, got a DTensor: pass x.full_tensor() where the whole tensor "
+            "is cut, x.to_local() where this rank's rows are gathered"
+        )
     if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         raise ValueError(
             f"{name} must be one of the {x.dim()} dimensions of a tensor {tuple(x.shape)}, "
