@@ -21,20 +21,21 @@ WIDTH = 16
 
 
 class Attention(nn.Module):
-    """`scale` and `scales` are plain attributes, as PEFT's `_active_adapter` and `scaling`; `shift`
-    is a weight that may be missing."""
+    """`scale` and `scales` are plain attributes, as PEFT's `_active_adapter` and `scaling`;
+    `processor` is a callable one, as in diffusers; `shift` is a weight that may be missing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.out = nn.Linear(WIDTH, WIDTH)
         self.scale, self.scales = 1.0, {"default": 1.0}
+        self.processor = torch.tanh
         self.register_buffer("shift", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.out((x @ x.transpose(-1, -2)).softmax(-1) @ x)
         if self.shift is not None:
             hidden = hidden + self.shift
-        return hidden * self.scale * self.scales["default"]
+        return self.processor(hidden) * self.scale * self.scales["default"]
 
 
 def two_layers() -> nn.Sequential:
@@ -78,6 +79,10 @@ def change_number_in_a_dict(model: nn.Sequential) -> None:
     model[0].scales["default"] = 2.0
 
 
+def replace_callable(model: nn.Sequential) -> None:
+    model[0].processor = torch.sin
+
+
 def remove_bias(model: nn.Sequential) -> None:
     model[0].out.bias = None
 
@@ -91,6 +96,7 @@ CHANGES = [
     add_buffer,
     change_number,
     change_number_in_a_dict,
+    replace_callable,
     replace_linear,
     replace_linear_by_a_wider_one,
     replace_weight_by_a_wider_one,

@@ -33,7 +33,8 @@ from wf_backends.autochunk.tiling import TrainingPlan, plan_training, tile_train
 SMALL_INPUT_RATIO = 16  # inputs this many times smaller than planned ones run unchunked
 _PLAIN = (bool, int, float, str, torch.dtype)
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
-_NOT_READ = {*_OF_EVERY_MODULE, "_is_torch_compile"}  # the last is set by torch.compile
+_OF_COMPILERS = {"_is_torch_compile", "_compiled_call_impl"}
+_NOT_READ = {*_OF_EVERY_MODULE, *_OF_COMPILERS, "forward", "explain"}
 
 
 def autochunk(
@@ -231,10 +232,10 @@ def _value(leaf: object) -> tuple[type, object]:
 
 
 def _state(model: nn.Module) -> list[Any]:
-    """What a graph contains of the model besides the values of weights: its modules, their modes
-    and other plain attributes, forwards that replace a class's, the ids of inner modules' hooks,
-    which torch never gives twice; which weights there are, which of them are one, and which are
-    subclasses that compute their own products."""
+    """What a graph contains of the model besides the values of weights: its modules, their modes,
+    other plain attributes and callable ones, such as diffusers' attention processors, forwards that
+    replace a class's, the ids of inner modules' hooks, which torch never gives twice; which weights
+    there are, which of them are one, and which are subclasses that compute their own products."""
     state: list[Any] = []
     first: dict[int, int] = {}  # the number of each weight by its id
     for module in model.modules():
@@ -251,8 +252,9 @@ def _state(model: nn.Module) -> list[Any]:
 
 
 def _plain(value: object) -> object:
-    """A number or a string as it is, those of a list or a dict as a tuple; None for all else."""
-    if isinstance(value, _PLAIN):
+    """A number, a string or a callable object as it is, numbers and strings of a list or a dict as
+    a tuple; None for all else."""
+    if isinstance(value, _PLAIN) or callable(value):
         return value
     items: Any = [*value.values(), *value] if isinstance(value, dict) else value
     is_plain = isinstance(items, list | tuple) and all(isinstance(x, _PLAIN) for x in items)
