@@ -98,8 +98,8 @@ def attach_whole(
 
 def _attach_layers(model: nn.Module, sp: SequenceParallel) -> Handle:
     """Attach attention through transformers' registry. Other models must call `self.wallfacer`."""
-    if pretrained := outermost(model):  # `model` itself, or inside PEFT's
-        return attach_pretrained(pretrained, sp)
+    if outermost(model):  # `model` itself, or inside PEFT's
+        return attach_pretrained(model, sp)
     handle = Handle(sp)
     not_called = OWN_ATTENTION.format(type(model).__name__)
     scope_documents(model, handle, without_documents, not_called)

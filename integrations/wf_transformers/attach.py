@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -42,7 +42,14 @@ from wf_transformers.families.table import LATENTS, REFUSED, changes_in, modules
 from wf_transformers.handle import Handle
 from wf_transformers.memory.checkpoints import recompute_checkpoints_with_documents
 from wf_transformers.memory.tiles import recompute_with_documents
-from wf_transformers.models import inner_models, row_of, uses_registry, warn_about_windows
+from wf_transformers.models import (
+    inner_models,
+    outermost,
+    row_of,
+    uses_registry,
+    warn_about_windows,
+)
+from wf_transformers.replace import run_hooks_inside_peft
 from wf_transformers.rng import RankRng
 from wf_transformers.tensor_parallel import check_tensor_parallel
 
@@ -52,8 +59,9 @@ APPLIED_MARK = "wallfacer_applied"
 """Attribute set on a model whose hooks give the documents of each call to its Attention."""
 
 
-def attach_pretrained(models: Sequence[Any], sp: SequenceParallel) -> Handle:
-    """Register an unused name for `sp`, switch Hugging Face models to it, and prepare them.
+def attach_pretrained(model: nn.Module, sp: SequenceParallel) -> Handle:
+    """Register an unused name for `sp`, switch the Hugging Face models in `model` (or `model`
+    itself) to it, and prepare them.
 
     All models get the same name, because they may share the config that holds it.
 
@@ -62,10 +70,11 @@ def attach_pretrained(models: Sequence[Any], sp: SequenceParallel) -> Handle:
     """
     handle = register_free(sp)
     with handle.removed_on_error():
-        for model in models:
-            hook_media(model, handle)
-            _set_name(language_model(model), handle)
-            prepare(language_model(model), handle)
+        for pretrained in outermost(model):
+            hook_media(pretrained, handle)
+            _set_name(language_model(pretrained), handle)
+            prepare(language_model(pretrained), handle)
+        run_hooks_inside_peft(model, handle.undo)
     return handle
 
 

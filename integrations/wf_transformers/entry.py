@@ -24,7 +24,7 @@ from wf_transformers.families.mixing import refuse_mixing
 from wf_transformers.families.table import modules_without_registry
 from wf_transformers.handle import Handle
 from wf_transformers.memory.checkpoints import CHECKPOINTING
-from wf_transformers.models import outermost, refuse_virtual_tokens
+from wf_transformers.models import outermost, refuse_adapters
 from wf_transformers.options import LATENTS, ModelOptions, attach_compared
 
 
@@ -65,13 +65,13 @@ def attach(
 def attach_model(model: nn.Module, sp: SequenceParallel) -> Handle:
     """Attach `model` without options and without a comparison, as the entries of engines do."""
     models, modules_with_receiver = outermost(model), receivers(model)
-    refuse_virtual_tokens(model)
+    refuse_adapters(model)
     if sp.size > 1:
         _refuse_local_attention(model, models, modules_with_receiver)
         refuse_mixing(model)
     for module in modules_with_receiver:
         getattr(module, RECEIVER)(sp)
-    return attach_pretrained(models, sp) if models else Handle(sp)
+    return attach_pretrained(model, sp) if models else Handle(sp)
 
 
 def _refuse_local_attention(

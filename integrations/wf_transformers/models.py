@@ -95,8 +95,9 @@ def uses_registry(model: PreTrainedModel) -> bool:
     return any(registry is ALL_ATTENTION_FUNCTIONS for registry in registries)  # Doge has its own
 
 
-def refuse_virtual_tokens(model: nn.Module) -> None:
-    """Refuse PEFT's prompt and prefix tuning, which put tokens in front of the sequence.
+def refuse_adapters(model: nn.Module) -> None:
+    """Refuse PEFT's prompt and prefix tuning, which put tokens in front of the sequence, and
+    AdaLoRA, which adds a penalty to the loss that the model inside computes: here it is None.
 
     Raises:
         NotImplementedError: naming the PEFT type.
@@ -104,8 +105,10 @@ def refuse_virtual_tokens(model: nn.Module) -> None:
     for module in model.modules():
         adapters = getattr(module, "peft_config", None)
         for config in adapters.values() if isinstance(adapters, Mapping) else ():
+            peft_type = getattr(config.peft_type, "value", config.peft_type)
+            if peft_type == "ADALORA":
+                raise NotImplementedError("PEFT's ADALORA: its penalty would be lost; take LoRA")
             if getattr(config, "is_prompt_learning", False):
-                peft_type = getattr(config.peft_type, "value", config.peft_type)
                 raise NotImplementedError(
                     f"PEFT's {peft_type}: its virtual tokens would stand before every rank's part "
                     "of the sequence; take LoRA, or another kind without virtual tokens"

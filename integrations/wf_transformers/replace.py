@@ -57,3 +57,15 @@ def temporarily_replace(owner: Any, name: str, function: Callable[..., Any]) -> 
     with ExitStack() as stack:
         set_until(stack, owner, name, replacement)
         yield
+
+
+def run_hooks_inside_peft(model: Any, undo: ExitStack) -> None:
+    """Have PEFT's tuners call the model inside them: `BaseTuner.forward` calls the forward of that
+    model, past its hooks."""
+    for module in model.modules():
+        if getattr(type(module).forward, "__module__", None) == "peft.tuners.tuners_utils":
+            set_until(undo, module, "forward", functools.partial(_call_inside, module))
+
+
+def _call_inside(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+    return tuner.model(*args, **kwargs)

@@ -246,8 +246,7 @@ def test_a_model_whose_arguments_cannot_be_drawn_is_compared_on_its_first_batch(
 
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm), copy.deepcopy(original)
-        outermost = wf_transformers.outermost(model)
-        handle, _ = attach_by(STRICT, model, sp, lambda: attach_pretrained(outermost, sp))
+        handle, _ = attach_by(STRICT, model, sp, lambda: attach_pretrained(model, sp))
         handle.shard_batch(first_batch)
 
     with outcome:

@@ -23,6 +23,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     model_on_one_rank,
     sequence_parallel,
 )
+from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_backends.autochunk.tiling import Tiles, TrainingPlan, apply_training  # noqa: E402
 from wf_backends.comm import Communicator  # noqa: E402
 from wf_transformers.attention.documents import Documents  # noqa: E402
@@ -104,6 +105,19 @@ def test_layers_in_tiles_of_samples_know_their_documents_in_the_backward(
         assert grads.keys() == expected.keys()
         for name, grad in grads.items():
             assert_close(grad, expected[name], name)
+
+
+def test_documents_reach_the_layers_of_a_model_inside_peft() -> None:
+    """PEFT calls the forward of that model, past its hooks. New adapters of LoRA change nothing."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], fan_in_fan_out=True)
+    logits = []
+    for wrap in (lambda model: model, lambda model: peft.get_peft_model(model, config)):
+        model = wrap(build("gpt2", "sdpa", {}))
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=1))
+        with wf_transformers.attach(model, sp):
+            logits.append(model(**wf_transformers.forward_kwargs(model, PACKED)).logits)
+    assert_close(logits[1], logits[0], "logits")
 
 
 def test_a_failed_forward_leaves_no_documents_behind() -> None:

@@ -329,5 +329,10 @@ def test_virtual_tokens_are_refused(config_class: str) -> None:
         attach_peft(config_class, num_virtual_tokens=4)
 
 
+def test_adalora_whose_penalty_would_be_lost_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="PEFT's ADALORA: its penalty"):
+        attach_peft("AdaLoraConfig", total_step=10)
+
+
 def test_lora_is_accepted() -> None:
     attach_peft("LoraConfig")

@@ -10,7 +10,6 @@ import torch
 import transformers as tf
 from torch import Tensor, nn
 
-import wf_transformers
 from tests.helpers import run_threads
 from tests.integrations.transformers_models import BUILD_LOCK, build, sequence_parallel
 from wf_backends import SequenceParallel
@@ -41,7 +40,7 @@ def verify_on_ranks(
 
 def attach_unchecked(model: nn.Module, sp: SequenceParallel, whole_batches: bool) -> Any:
     """Attach by the name of the attention alone: `attach` would refuse some of these models."""
-    handle = attach_pretrained(wf_transformers.outermost(model), sp)
+    handle = attach_pretrained(model, sp)
     if whole_batches:
         WholeBatchHooks(model, handle)
     return handle
