@@ -208,8 +208,6 @@ class DetachedLogits(Unusable):
     """Logits for a log. Their mean covers padding, too, whose logits are not those of one device:
     a loss of it would be wrong."""
 
-    REASON = UNSUPPORTED_USE
-
     logits: ShardedLogits
 
     def mean(self) -> Tensor:
