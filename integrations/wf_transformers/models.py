@@ -45,6 +45,12 @@ def outermost(module: nn.Module) -> list[PreTrainedModel]:
     return list(dict.fromkeys(m for child in module.children() for m in outermost(child)))
 
 
+def without_peft(model: nn.Module) -> nn.Module:
+    """The model inside PEFT's, which is called with the same arguments; another model as it is."""
+    get_base_model = getattr(model, "get_base_model", None)
+    return get_base_model() if get_base_model else model
+
+
 def inner_models(module: nn.Module) -> list[PreTrainedModel]:
     """The Hugging Face models inside `module`, at any depth, without `module`."""
     return [m for m in module.modules() if isinstance(m, PreTrainedModel) and m is not module]

@@ -112,21 +112,30 @@ class TestPlanTiles:
         assert not model.training
 
 
-def test_accelerate_tiles_the_mlps_with_the_models_loss_and_gradients() -> None:
-    model = tiny_llama(2, intermediate_size=160)
+def with_lora(model: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed", exc_type=ImportError)
+    modules = ["q_proj", "down_proj"]
+    adapter = peft.LoraConfig(r=2, target_modules=modules, init_lora_weights=False)
+    return peft.get_peft_model(model, adapter)
+
+
+@pytest.mark.parametrize("wrapped", [lambda model: model, with_lora], ids=["plain", "lora"])
+def test_accelerate_tiles_the_mlps_with_the_models_loss_and_gradients(wrapped: Any) -> None:
+    llama = tiny_llama(2, intermediate_size=160)
+    model = wrapped(llama)
     ids = torch.randint(32, (2, 24), generator=torch.Generator().manual_seed(0))
 
     def loss_and_gradients() -> tuple[torch.Tensor, list[torch.Tensor]]:
         model.zero_grad()
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        return loss.detach(), [p.grad.clone() for p in model.parameters()]
+        return loss.detach(), [p.grad.clone() for p in model.parameters() if p.requires_grad]
 
     expected_loss, expected_grads = loss_and_gradients()
     config = ONE_RANK | {"autochunk": {"max_slowdown": 0.5, "seqlen": 256}}
     with wf_accelerate.connect(model, Accelerator(cpu=True), config):
-        assert tiled_modules(model) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+        assert tiled_modules(llama) == ["model.layers.0.mlp", "model.layers.1.mlp"]
         loss, grads = loss_and_gradients()
         torch.testing.assert_close(loss, expected_loss)
         torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-6)
-    assert tiled_modules(model) == []
+    assert tiled_modules(llama) == []

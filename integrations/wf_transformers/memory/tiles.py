@@ -21,7 +21,7 @@ from wf_backends.autochunk.tiling import TiledCall, TrainingPlan, apply_training
 from wf_transformers.calls import parameter_names
 from wf_transformers.handle import Handle
 from wf_transformers.memory.checkpoints import Checkpointing, planned_checkpoints
-from wf_transformers.models import head_of, outermost
+from wf_transformers.models import head_of, outermost, without_peft
 
 AUTOCHUNK = "autochunk"
 LOG = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ def plan_tiles(
     """Plan which modules of a Hugging Face model to tile, before it is attached.
 
     Args:
+        model: may have PEFT's adapters.
         ranks: how many ranks share a sequence.
         labelled: whether the model is called with labels, and so computes the loss itself.
         checkpointing: of its activations, once it is attached.
@@ -92,6 +93,7 @@ def plan_tiles(
     """
     if budget is None:
         return None
+    model = without_peft(model)
     models = outermost(model)
     if models != [model] or models[0].main_input_name != "input_ids":
         raise NotImplementedError(
@@ -122,6 +124,7 @@ def apply_tiles(model: nn.Module, handle: Handle, plan: TrainingPlan | None) -> 
     if plan is None:
         return []
     LOG.info(plan.explain())
+    model = without_peft(model)
     tiled = apply_training(model, plan)
     handle.undo.callback(tiled.remove)
     recompute_with_documents(model, handle)

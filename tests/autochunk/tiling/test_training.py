@@ -55,6 +55,15 @@ def test_mlps_and_loss_are_tiled(full_plan: TrainingPlan) -> None:
     assert "not tiled: Attention, aten.scaled_dot_product_attention" in text
 
 
+def test_mlps_of_frozen_weights_are_tiled() -> None:
+    model = build_decoder()
+    for linear in model.mlp.modules():
+        if isinstance(linear, nn.Linear):
+            linear.bias = None
+            linear.weight.requires_grad_(False)
+    assert planned_modules(plan_of(model, max_slowdown=1.0)) == ["head", "mlp.0", "mlp.1"]
+
+
 def test_planning_leaves_the_model_untiled() -> None:
     model = build_decoder()
     assert plan_of(model, max_slowdown=1.0).tiles

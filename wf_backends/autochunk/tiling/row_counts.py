@@ -25,6 +25,8 @@ from wf_backends.autochunk.tiling.tiles import Tiles
 aten = torch.ops.aten
 COPIES = (aten.clone.default, aten.copy_.default, aten._unsafe_view.default)
 """Operators that a module may need for all rows and not for some, or the reverse."""
+PRODUCTS = {aten.bmm.default: aten.mm.default}
+"""A linear layer of a frozen weight calls one or the other, by the strides of its input."""
 
 
 def refuse_row_counts(
@@ -94,5 +96,5 @@ class _Operators(TorchDispatchMode):
                 for name, value in values.items()
                 if isinstance(value, int | float) and name not in declared
             ]
-            self.calls.append((func, *numbers))
+            self.calls.append((PRODUCTS.get(func, func), *numbers))
         return func(*args, **kwargs)
