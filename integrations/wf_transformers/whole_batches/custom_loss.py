@@ -10,11 +10,10 @@ and others) of the labels, or of `shift_labels`, which are already shifted.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import getsource, signature, unwrap
-from itertools import chain
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,11 +72,15 @@ def divides_by_items(model: nn.Module) -> bool:
     Masked models of transformers 5 take the argument and ignore it, as Mamba does in 4.
     """
     forwards = (vars(cls).get("forward") for cls in transformers_classes(model))
-    sources = ["class _:\n" + getsource(unwrap(f)) for f in forwards if f is not None]
-    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
-    keywords = [call.keywords for call in calls if ast.unparse(call.func) == "self.loss_function"]
-    return any(x.arg in (None, NUM_ITEMS) for x in chain(*keywords))  # None: **kwargs
+    sources = [getsource(unwrap(forward)) for forward in forwards if forward is not None]
+    calls = [call for source in sources for call in source.split("loss_function(")[1:]]
+    return any("**" in (text := _up_to_bracket(call)) or NUM_ITEMS in text for call in calls)
+
+
+def _up_to_bracket(text: str) -> str:
+    """The text before the bracket that closes one before it."""
+    depths = accumulate((c == "(") - (c == ")") for c in text)
+    return text[: next((i for i, depth in enumerate(depths) if depth < 0), len(text))]
 
 
 def output_embeddings(model: nn.Module) -> list[nn.Module]:
