@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.planner.calls import SHAPE, drawn_documents, plan_of_call
+from tests.planner.calls import H100, SHAPE, drawn_documents, plan_of_call
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.cluster.topology import Topology
 from wf_backends.cost.workload import Workload
@@ -18,7 +18,6 @@ from wf_backends.planner.proxy import DOCUMENT_LENGTHS, typical_documents
 from wf_backends.planner.search import best_plan, price_plan
 from wf_backends.schedule.mask import CAUSAL, Mask, make_mask
 
-H100 = PRESETS["h100-8x400g"]
 A100 = PRESETS["a100-4x-100gbe"]
 
 
