@@ -114,7 +114,7 @@ class TestPlanTiles:
 
 def with_lora(model: Any) -> Any:
     peft = pytest.importorskip("peft", reason="PEFT is not installed", exc_type=ImportError)
-    modules = ["q_proj", "down_proj"]
+    modules = ["up_proj", "down_proj"]
     adapter = peft.LoraConfig(r=2, target_modules=modules, init_lora_weights=False)
     return peft.get_peft_model(model, adapter)
 
