@@ -9,6 +9,7 @@ import transformers as tf
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
@@ -21,6 +22,10 @@ from wf_backends.hetegen.weights import Plan
 
 VOCABULARY = 96
 CONFIGS: dict[str, PretrainedConfig] = {
+    "falcon": FalconConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+        bias=True, bos_token_id=1, eos_token_id=None,
+    ),
     "gpt2": GPT2Config(
         vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=3, n_head=4,
         bos_token_id=1, eos_token_id=None,

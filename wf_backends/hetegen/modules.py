@@ -16,6 +16,7 @@ from wf_backends._compile import refuse_transforms
 from wf_backends.hetegen.weights import Linear
 
 MIN_ROWS = 16  # smaller linears are not worth a split: routers, heads of few classes
+FALCON_LINEAR = "FalconLinear"  # a subclass of nn.Linear in transformers
 EXPERT_NAME = re.compile(r"((?:.*\.)?experts)\.\d+(?=\.)")
 
 
@@ -143,11 +144,12 @@ def expert_stacks(module: Any) -> dict[str, nn.Parameter]:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether it is an nn.Linear or transformers' Conv1D with enough rows and a plain weight.
+    """Whether it is an nn.Linear, or transformers' Conv1D or FalconLinear, with enough rows and a
+    plain weight.
 
     The weight must be an nn.Parameter itself: rows of a quantized or sharded one may be no views.
     """
-    if type(module) is nn.Linear:
+    if type(module) is nn.Linear or type(module).__name__ == FALCON_LINEAR:
         rows = module.out_features
     else:
         rows = getattr(module, "nf", 0) if type(module).__name__ == "Conv1D" else 0

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wf_backends._compile import eager
-from wf_backends.hetegen.modules import HostWeight, expert_stacks
+from wf_backends.hetegen.modules import FALCON_LINEAR, HostWeight, expert_stacks
 from wf_backends.hetegen.runner import Runner, Uncopyable
 
 NOT_ONE_GRAPH = (
@@ -125,6 +125,8 @@ def split_weights(
             undo.callback(module.register_forward_hook(runner.leave, always_call=True).remove)
         if hasattr(module, "get_compiled_call"):
             _set_attributes(undo, module, get_compiled_call=partial(_uncompiled, module))
+        if type(module).__name__ == FALCON_LINEAR:  # its own multiplies by weight.T
+            _set_attributes(undo, module, forward=MethodType(nn.Linear.forward, module))
         if expert_stacks(module):  # the class's own forward takes one expert at a time
             forward = inspect.unwrap(type(module).forward)
             _set_attributes(undo, module, forward=MethodType(forward, module))
