@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.autochunk.tiling.decoder import ROWS, WIDTH, Decoder, Mlp, build_decoder, make_batch
-from tests.autochunk.tiling.helpers import tiled_modules
+from tests.autochunk.tiling.helpers import WIDTH as NARROW
+from tests.autochunk.tiling.helpers import TwoLayers, tiled_modules
 from wf_backends.autochunk.graph import StorageTracker
 from wf_backends.autochunk.tiling import TrainingPlan, apply_training, plan_training
 
@@ -68,6 +69,13 @@ def test_planning_leaves_the_model_untiled() -> None:
     model = build_decoder()
     assert plan_of(model, max_slowdown=1.0).tiles
     assert tiled_modules(model) == []
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_planning_leaves_no_gradients_in_a_model_with_checkpoints(use_reentrant: bool) -> None:
+    model = nn.Sequential(nn.Linear(NARROW, NARROW), TwoLayers(use_reentrant))
+    assert plan_training(model, (torch.ones(1, FEW_ROWS, NARROW),), max_slowdown=1.0).tiles
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_threads_plan_one_after_another() -> None:

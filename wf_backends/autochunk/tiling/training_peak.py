@@ -25,20 +25,32 @@ def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     real_weights = dict(named_weights(model))
     fakes = {id(weight): _fake_weight(mode, weight) for weight in real_weights.values()}
-    weights = {name: fakes[id(weight)] for name, weight in real_weights.items()}  # tied ones once
+    weights = {f"model.{name}": fakes[id(w)] for name, w in real_weights.items()}  # tied ones once
     args, kwargs = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
     grads = [w.grad for w in weights.values() if w.grad is not None]
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     known = *weights.values(), *grads, *inputs
     try:
         with torch.enable_grad(), fake_run(model, mode, known) as tracker:
-            # No name holds the output, so that its logits are freed before the backward.
-            _loss(functional_call(model, weights, args, kwargs, tie_weights=False)).backward()
+            functional_call(_Step(model), weights, args, kwargs, tie_weights=False)
     except NotImplementedError:  # raised by tiled modules
         raise
     except Exception as error:  # a module may raise any where it gets only some rows
         raise CaptureError(reason(model, error, "be trained on fake tensors")) from error
     return tracker.peak
+
+
+class _Step(nn.Module):
+    """A model whose call is its forward and backward: what checkpoints compute again in the
+    backward has the fake weights, too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        # No name holds the output, so that its logits are freed before the backward.
+        _loss(self.model(*args, **kwargs)).backward()
 
 
 def _fake_weight(mode: FakeTensorMode, weight: Tensor) -> Tensor:
