@@ -83,6 +83,19 @@ def test_outputs_are_exact_if_layers_are_called_in_another_order_than_the_models
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
+def test_a_product_with_the_weight_on_the_left_is_exact_and_computed_on_the_lanes() -> None:
+    """Mamba computes its time steps so; host memory times a GPU's columns would be an error."""
+    model, columns = MLP(2), torch.randn(3, 64, 5)
+    weight = model.layers[1].weight
+    with torch.no_grad():
+        expected = weight @ columns
+        with dispatch_model(model, {0: 20_000}, fast_device()) as handle:
+            actual = weight @ columns
+            lanes = handle.report()["lanes"]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    assert lanes["host"]["bytes"] + lanes["accelerator"]["bytes"] == weight.nbytes
+
+
 def test_a_layer_that_stands_twice_in_a_model_is_split_once() -> None:
     model, x = MLP(2), torch.randn(1, 64)
     model.layers.append(model.layers[0])

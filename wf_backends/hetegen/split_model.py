@@ -39,9 +39,11 @@ PRODUCTS: dict[Any, tuple[int, tuple[str, ...]]] = {
     aten.addmm.default: (1, ("bias", "input", "weight")),
     torch.matmul: (1, ("input", "weight")),
     Tensor.matmul: (1, ("input", "weight")),
+    aten.matmul.default: (1, ("input", "weight")),
     F.embedding: (0, ("input", "weight")),
     aten.embedding.default: (0, ("weight", "input")),
 }
+MATMULS = (torch.matmul, Tensor.matmul, aten.matmul.default)  # the weight may be on the left, too
 LOOKUPS = (F.embedding, aten.embedding.default)
 SLICES = (Tensor.narrow, aten.slice.Tensor)  # with which a graph of AutoChunk reads a weight
 
@@ -108,11 +110,19 @@ class SplitWeight(nn.Parameter):
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         weight = arguments.pop("weight", None)
         with torch._C.DisableTorchFunctionSubclass():
+            left = arguments.get("input")
+            if func in MATMULS and isinstance(left, cls) and _is_columns(left, weight):
+                return left.runner.linear(left.index, weight.mT).mT
             if not isinstance(weight, cls) or weight.rows_dim != dim:
                 return func(*args, **kwargs)
             if func in LOOKUPS:
                 return weight.runner.lookup(weight.index, arguments["input"])
             return weight.runner.linear(weight.index, arguments.pop("input"), **arguments)
+
+
+def _is_columns(weight: SplitWeight, x: Tensor | None) -> bool:
+    """Whether weight @ x is a linear of the columns of x, as Mamba computes its time steps."""
+    return weight.rows_dim == 0 and x is not None and x.dim() > 1 and not isinstance(x, SplitWeight)
 
 
 def split_weights(
