@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.autochunk.graph.models import model_and_inputs
-from tests.autochunk.helpers import ANY_SLOWDOWN, TensorConstant
+from tests.autochunk.helpers import ANY_SLOWDOWN, Lambda, TensorConstant, relative_error
 from wf_backends.autochunk import ChunkedPart, ChunkPlan, autochunk
 
 PART = asdict(ChunkedPart("a", "b", dim=0, length=1, rows=4, operators=2, where="layer"))
@@ -204,3 +204,32 @@ class TestModels:
 
         with pytest.raises(ValueError, match="Keeping changes b_sums in its forward"):
             autochunk(Keeping(), (torch.randn(8, 4),), max_memory=0.5)
+
+    @pytest.mark.parametrize("transform", ["vmap", "jvp"])
+    def test_transform_of_torch_func(self, transform: str) -> None:
+        def forward(x: torch.Tensor, linear: nn.Module) -> torch.Tensor:
+            if transform == "vmap":
+                return torch.vmap(lambda row: linear(row).cumsum(0))(x)
+            return torch.func.jvp(linear, (x,), (torch.ones_like(x),))[1]
+
+        with pytest.raises(ValueError, match=r"Lambda cannot be captured: torch.func .*vmap"):
+            autochunk(Lambda(forward, nn.Linear(8, 8)).eval(), (torch.randn(64, 8),))
+
+    def test_cache_of_diffusers(self) -> None:
+        """In slices, every step would compute the attention that the cache was to skip."""
+        diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+        heads = {"num_attention_heads": 2, "attention_head_dim": 12}
+        width = {"in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 16, "ffn_dim": 16}
+        model = diffusers.WanTransformer3DModel(**heads, **width, num_layers=1).eval()
+        inputs = torch.randn(1, 4, 1, 8, 8), torch.tensor([3]), torch.randn(1, 7, 16)
+        chunked = autochunk(model, inputs, max_slowdown=ANY_SLOWDOWN)
+        options: dict[str, Any] = {"spatial_attention_block_identifiers": ("blocks",)}
+        cache = diffusers.PyramidAttentionBroadcastConfig(
+            2, current_timestep_callback=lambda: 500, **options
+        )
+        chunked.enable_cache(cache)
+        with torch.no_grad():
+            with pytest.raises(ValueError, match=r"Hook of blocks.0.attn1 keeps .*disable_cache"):
+                chunked(*inputs)
+            chunked.disable_cache()
+            assert relative_error(chunked(*inputs), model(*inputs)) < 1e-5

@@ -22,6 +22,7 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -33,6 +34,7 @@ from wf_backends.autochunk.graph.inputs import (
     CONSTANTS,
     containers,
     names_of_leaves,
+    refuse_stateful_hooks,
     restored_attributes,
     separated_from_weights,
 )
@@ -102,6 +104,7 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     if the model's code depends on the values of tensors, or changes its own buffers.
     """
     try:
+        refuse_stateful_hooks(model)
         leaves, spec = pytree.tree_flatten(separated_from_weights(model, args, kwargs))
         exported = _model_of_leaves(model, leaves, spec)
         inputs = tuple(None if isinstance(leaf, CONSTANTS) else leaf for leaf in leaves)
@@ -124,14 +127,18 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
 def _refuse_values_and_writes(
     graph: fx.Graph, model: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> None:
-    """Raises `CaptureError` for results that depend on values, for writes to weights or inputs."""
+    """Raises `CaptureError` for results that depend on values, for transforms of torch.func, and
+    for writes to weights or inputs."""
     class_name = type(model).__name__
     for node in graph.nodes:
+        what = ""
         if _depends_on_values(node):
-            raise CaptureError(
-                f"{class_name} cannot be captured: what {operator_name(node)} gives depends on the "
-                f"values of tensors, in {module_path(node) or 'the model itself'}"
-            )
+            what = f"what {operator_name(node)} gives depends on the values of tensors"
+        elif any(map(is_functorch_wrapped_tensor, tensors(node))):
+            what = "torch.func (vmap, jvp) has no operators of the graph"
+        if what:
+            where = module_path(node) or "the model itself"
+            raise CaptureError(f"{class_name} cannot be captured: {what}, in {where}")
     bases = (_base(value) for node in graph.nodes for value in written(node))
     changed = {base.name for base in bases if base.op == "placeholder"}
     if changed:

@@ -103,6 +103,20 @@ def restored_attributes(model: nn.Module) -> Iterator[None]:
             refill(container, contents)
 
 
+def refuse_stateful_hooks(model: nn.Module) -> None:
+    """Raises ValueError for a hook of diffusers (`enable_cache`) that keeps results of one call for
+    later ones: a graph would compute what the hook was to skip."""
+    for path, module in model.named_modules():
+        registry = vars(module).get("_diffusers_hook")
+        for hook in registry.hooks.values() if registry else ():
+            if hook._is_stateful:
+                where = path or "the model itself"
+                raise ValueError(
+                    f"{type(hook).__name__} of {where} keeps results for later calls; "
+                    "call disable_cache() first"
+                )
+
+
 def names_of_leaves(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, str]:
     """For each input of the exported forward, the name of the argument to which it belongs."""
     arguments = _bound(model, args, kwargs).arguments
