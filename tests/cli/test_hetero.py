@@ -179,6 +179,32 @@ def test_generate_refuses_bad_rates_an_empty_prompt_and_a_missing_folder(
     assert code == 2 and "there is no such folder" in err
 
 
+def test_generate_prints_a_character_at_the_end_that_lacks_bytes(wallfacer, folder: Path) -> None:
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_text(re.sub(r'"(w[1-9]\d*)":', r'"\1\\ufffd":', tokenizer.read_text()))
+    args = ("generate", "--model", str(folder), "--prompt", "w3", "--max-memory", "80kB")
+    _, out, err = wallfacer(*args, "--shaped", "0.1,0.2,10", "--max-new-tokens", "5")
+    assert out.count("\ufffd") == 5 and "5 tokens, " in err
+
+
+def test_generate_streams_one_text_whatever_the_folders_generation_config_says(
+    wallfacer, folder: Path
+) -> None:
+    (folder / "generation_config.json").write_text('{"num_beams": 3, "num_return_sequences": 2}')
+    args = ("generate", "--model", str(folder), "--prompt", "w3 w4", "--max-memory", "80kB")
+    code, out, err = wallfacer(*args, "--shaped", "0.1,0.2,10", "--max-new-tokens", "5")
+    assert code == 0, err
+    assert len(out.split()) == 5
+
+
+def test_generate_refuses_a_token_that_the_model_does_not_have(wallfacer, folder: Path) -> None:
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"w95": 95', '"w95": 96'))
+    args = ("generate", "--model", str(folder), "--prompt", "w95", "--max-memory", "80kB")
+    code, _, err = wallfacer(*args, "--shaped", "0.1,0.2,10")
+    assert code == 2 and "has the token 96, and the model has 96 tokens" in err
+
+
 def test_generate_refuses_a_broken_tokenizer(wallfacer, folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     args = ("generate", "--prompt", "w3", "--max-memory", "80kB", "--shaped", "1,2,3", "--model")

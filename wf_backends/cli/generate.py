@@ -64,8 +64,8 @@ def generate(
         times: list[float] = []
         on_text = partial(write, times, max_new_tokens)
         draw_seed = seed if sample else None
-        loaded.generate_text(prompt, max_new_tokens, on_text, draw_seed, on_host=bool(shaped))
-    print()
+        rest = loaded.generate_text(prompt, max_new_tokens, on_text, draw_seed, bool(shaped))
+    print(rest)
     log(rate(times))
 
 

@@ -143,40 +143,52 @@ class Generator:
         write: Callable[[str], None],
         seed: int | None,
         on_host: bool,
-    ) -> None:
-        """Call `write` with the text of each new token, in order.
+    ) -> str:
+        """Call `write` with the text of each new token, in order; returns the text that is left: a
+        character at the end that lacks bytes.
 
         Args:
             seed: for sampling. None: greedy decoding.
             on_host: whether the model's inputs are on the host, not on torch's accelerator.
 
         Raises:
-            ValueError: for a prompt without tokens.
+            ValueError: for a prompt without tokens, or with one that the model does not have.
         """
         ids = self.tokenizer(prompt, return_tensors="pt").input_ids
         if not ids.numel():
             raise ValueError(f"the prompt must have a token at least, got {prompt!r}")
+        embeddings: Any = self.model.get_input_embeddings()
+        vocabulary = embeddings.weight.shape[0]
+        if (largest := int(ids.max())) >= vocabulary:
+            raise ValueError(
+                f"the tokenizer is not the model's: the prompt has the token {largest}, and the "
+                f"model has {vocabulary} tokens"
+            )
         if not on_host:
             ids = ids.to(torch.accelerator.current_accelerator())
         if seed is not None:
             torch.manual_seed(seed)
+        writer = _Writer(self.tokenizer, write)
         self.model.generate(  # type: ignore[operator]
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
             do_sample=seed is not None,
-            streamer=_Writer(self.tokenizer, write),
+            num_beams=1,  # the folder may say more, whose text is not known token by token
+            num_return_sequences=1,
+            streamer=writer,
             pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0,
         )
+        return writer.rest
 
 
 class _Writer(BaseStreamer):
-    """Writes what each token adds to the text."""
+    """Writes what each token adds to the text; `rest` is what was not written yet."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         self.tokenizer, self.write = tokenizer, write
         self.ids: list[int] | None = None
-        self.text = ""
+        self.text = self.rest = ""
 
     def put(self, value: Tensor) -> None:
         if self.ids is None:  # the prompt
@@ -184,8 +196,9 @@ class _Writer(BaseStreamer):
             return
         self.ids += value.flatten().tolist()
         text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        # U+FFFD: the next tokens complete this character.
-        added = "" if text.endswith("\ufffd") else text[len(self.text) :]
+        added, self.rest = text[len(self.text) :], ""
+        if text.endswith("\ufffd"):  # the next tokens complete this character
+            added, self.rest = "", added
         self.text += added
         self.write(added)
 
