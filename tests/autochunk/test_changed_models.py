@@ -6,6 +6,7 @@ The reference is the forward of the changed model itself, without slices.
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -263,13 +264,19 @@ def test_planning_keeps_parameters_of_a_shared_module(training: bool) -> None:
 
 
 class CachedTable(nn.Module):
-    """The forward stores tables in attributes, as rotary embeddings do: a tensor and a dict."""
+    """The forward stores tables in attributes, as rotary embeddings do (a tensor and a dict), and
+    in caches of a method, as Qwen-Image's does, and of an instance, as BEiT's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table: torch.Tensor | None = None
         self.table_by_size: dict[int, torch.Tensor] = {}
         self.out = nn.Linear(WIDTH, WIDTH)
+        self.positions = functools.cache(torch.arange)
+
+    @functools.lru_cache  # noqa: B019
+    def shifts(self, size: int) -> torch.Tensor:
+        return self.positions(size)[:, None] / size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         size = x.shape[1]
@@ -277,7 +284,7 @@ class CachedTable(nn.Module):
             self.table = torch.arange(size, dtype=x.dtype)[:, None] / size
         if size not in self.table_by_size:
             self.table_by_size[size] = self.table * 2
-        x = x + self.table + self.table_by_size[size]
+        x = x + self.table + self.table_by_size[size] + self.shifts(size)
         return self.out((x @ x.transpose(-1, -2)).softmax(-1) @ x)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 import sys
@@ -89,7 +90,8 @@ def refill(container: Any, filled: Any) -> None:
 
 @contextmanager
 def restored_attributes(model: nn.Module) -> Iterator[None]:
-    """On leaving, all modules have their attributes again, and lists and dicts their contents.
+    """On leaving, all modules have their attributes again, and lists and dicts their contents;
+    methods with an `lru_cache` have forgotten their results.
 
     A forward may keep tensors, such as rotary tables, and those of a trace are fake.
     """
@@ -101,6 +103,11 @@ def restored_attributes(model: nn.Module) -> Iterator[None]:
     finally:
         for container, contents in (*saved, *saved_values):
             refill(container, contents)
+        for module in model.modules():
+            for owner in (module, *type(module).__mro__):
+                for value in vars(owner).values():
+                    if isinstance(value, functools._lru_cache_wrapper):
+                        value.cache_clear()
 
 
 def refuse_stateful_hooks(model: nn.Module) -> None:
