@@ -67,3 +67,18 @@ def test_packed_position_ids_give_the_models_logits() -> None:
     chunked = autochunk(model, (), kwargs, max_memory=0.8, max_slowdown=1e9)
     with torch.no_grad():
         torch.testing.assert_close(chunked(**kwargs).logits, model(**kwargs).logits)
+
+
+def test_tensor_that_is_a_modules_attribute_is_no_activation() -> None:
+    """As diffusers' tables of rotary frequencies, which are complex and so no buffers."""
+
+    class Rotary(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.randn(4096, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.table[: len(x)]
+
+    x = torch.randn(16, 8)
+    assert unchunked_peak(Rotary(), (x,), {}) == x.nbytes

@@ -102,8 +102,8 @@ def in_fake_run() -> bool:
 
 
 def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The peak of live bytes of ``model(*args, **kwargs)`` without gradients, beyond weights and
-    inputs, by a run on fake tensors.
+    """The peak of live bytes of ``model(*args, **kwargs)`` without gradients, beyond weights, other
+    tensors that are attributes of modules, and inputs, by a run on fake tensors.
 
     Raises `CaptureError` if the model does not run on fake tensors.
     """
@@ -116,8 +116,10 @@ def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     weights = {name: fake(weight) for name, weight in named_weights(model)}
     args, kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs))
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    known = *weights.values(), *inputs
+    attributes = [x for module in model.modules() for x in vars(module).values()]
     try:
+        constants = (x for x in attributes if isinstance(x, Tensor) and x.layout is torch.strided)
+        known = *weights.values(), *inputs, *map(fake, constants)
         with no_log(), torch.no_grad(), fake_run(model, mode, known) as tracker:
             torch.func.functional_call(model, weights, args, kwargs, tie_weights=False)
     except Exception as error:  # e.g. sparse or nested tensors, TorchScript
