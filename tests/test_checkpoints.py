@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 from itertools import count
@@ -55,6 +56,29 @@ def test_a_job_killed_while_it_saves_leaves_complete_checkpoints(tmp_path: Path)
         assert_complete(folder / "kept")
         num_resumable += (folder / "kept" / "latest").exists()
     assert num_resumable > 5
+
+
+def save_beside_a_killed_rank(folder: Path, rank: int, errors: Any) -> None:
+    """Rank 1 is killed while it saves; rank 0 sends the error that it gets."""
+    store = dist.FileStore(str(folder / "store"), NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    try:
+        with saved_whole(folder, "step1"):
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    except RuntimeError as error:
+        errors.send(str(error))
+
+
+@pytest.mark.processes
+def test_a_rank_that_is_killed_while_it_saves_is_named(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    received, errors = context.Pipe(duplex=False)
+    for rank in range(NUM_RANKS):
+        arguments = (tmp_path, rank, errors)
+        context.Process(target=save_beside_a_killed_rank, args=arguments, daemon=True).start()
+    assert received.poll(30), "rank 0 waits"
+    assert re.match(r"rank 0 of 2: 'gather', the message (to|from) rank 1 failed", received.recv())
 
 
 def assert_complete(folder: Path) -> None:

@@ -14,7 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+
+from wf_backends.comm import gather_small, make_comm
 
 PART, OLD = ".part", ".old"  # suffixes of folders
 LATEST = "latest"  # the file that names the newest checkpoint
@@ -29,19 +32,22 @@ def saved_whole(folder: str | os.PathLike[str], tag: str, latest: bool = True) -
 
     Args:
         latest: whether the file `latest` names this checkpoint from then on.
+
+    Raises:
+        RuntimeError: if a rank ends before all have written, naming it.
     """
     whole, part = Path(folder, tag), Path(folder, tag + PART)
     if _is_rank_0():
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-    _barrier()
+    _wait_for_all()
     yield part
-    _barrier()  # all ranks have written
+    _wait_for_all()  # all ranks have written
     if _is_rank_0():
         _put_in_place(part, whole)
         if latest:
             write_whole(Path(folder, LATEST), tag)
-    _barrier()
+    _wait_for_all()
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -112,6 +118,6 @@ def _is_rank_0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+def _wait_for_all() -> None:
+    """Return when all ranks have called this. An error names the rank that did not."""
+    gather_small(make_comm(), torch.zeros(1)).tolist()

@@ -212,6 +212,26 @@ def test_a_model_whose_inputs_are_unknown_is_refused_by_strict() -> None:
         verify_on_ranks(UnknownInput)
 
 
+def test_a_peer_that_ends_while_a_model_is_verified_is_named() -> None:
+    original, errors = llama(), []
+
+    def end(*_: Any) -> None:
+        raise SystemExit
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), copy.deepcopy(original)
+        if comm.rank == 1:
+            model.model.layers[1].register_forward_pre_hook(end)
+        try:
+            verify(model, sp, lambda: attach_unchecked(model, sp, whole_batches=False))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with pytest.raises(SystemExit):
+        run_threads(2, rank)
+    assert errors[0].startswith("LlamaForCausalLM was not verified: RuntimeError: rank 0 waits")
+
+
 def test_verify_can_be_turned_off() -> None:
     assert verify_on_ranks(UnknownInput, mode=False) == [None, None]
 

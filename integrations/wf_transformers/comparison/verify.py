@@ -251,7 +251,7 @@ def conclude(
     except RuntimeError as error:
         if problem is None:
             raise
-        raise RuntimeError(f"{name} could not be run on this rank alone: {problem}") from error
+        raise RuntimeError(f"{name} was not verified: {problem}") from error
     if any(failed):
         failed_ranks = sp.comm.names_of([rank for rank, x in enumerate(failed) if x])
         reason = problem or f"{failed_ranks} could not run it"
