@@ -189,6 +189,20 @@ class TestSizesOfAModelsFolder:
         sizes = model_shape(str(tmp_path), sizes=True)
         assert (sizes["intermediate"], sizes["experts"]) == (40, Experts(8, 4, 24))
 
+    def test_dbrx_has_its_experts_in_a_config_of_their_own(self, tmp_path: Path) -> None:
+        experts = {"moe_num_experts": 8, "moe_top_k": 4, "ffn_hidden_size": 24}
+        attention = {"kv_n_heads": 2, "rope_theta": 10000.0}
+        transformers.DbrxConfig(
+            d_model=32, n_heads=4, n_layers=2, ffn_config=experts, attn_config=attention
+        ).save_pretrained(tmp_path)
+        assert model_shape(str(tmp_path), sizes=True)["experts"] == Experts(8, 4, 24)
+
+    def test_opt_has_the_width_of_its_mlp_under_another_name(self, tmp_path: Path) -> None:
+        transformers.OPTConfig(
+            hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4
+        ).save_pretrained(tmp_path)
+        assert model_shape(str(tmp_path), sizes=True)["intermediate"] == 48
+
     def test_granite_has_a_shared_expert_under_another_name(self, tmp_path: Path) -> None:
         experts = {"num_local_experts": 4, "intermediate_size": 48, "shared_intermediate_size": 40}
         transformers.GraniteMoeSharedConfig(**experts, **SMALL).save_pretrained(tmp_path)

@@ -22,6 +22,8 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 """Config fields for the number of experts."""
 SHARED_EXPERTS = ("shared_expert_intermediate_size", "shared_intermediate_size")
 """Config fields for the width of the experts that every token goes to."""
+MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff")
+"""Config fields for the width of a layer's MLP, or of an expert."""
 
 
 def model_shape(name: str, sizes: bool = False) -> dict[str, Any]:
@@ -111,7 +113,7 @@ def _sizes(name: str, config: Any) -> dict[str, Any]:
             "an encoder, too; leave --memory-gib out"
         )
     hidden = config.hidden_size
-    mlp = {"intermediate": _first(config, ("intermediate_size", "n_inner")) or 4 * hidden}
+    mlp = {"intermediate": _first(config, MLP_WIDTHS) or 4 * hidden}
     with refused_by_name(name), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return {
@@ -138,11 +140,12 @@ def _first(config: Any, fields: Iterable[str]) -> Any:
 
 def _experts(name: str, config: Any) -> dict[str, Any] | None:
     """The experts of a mixture's layers, and the width of its shared expert; None without any."""
+    config = getattr(config, "ffn_config", config)  # DBRX
     count = _first(config, EXPERTS)
     if count is None:
         return None
-    top_k = getattr(config, "num_experts_per_tok", None)
-    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    top_k = _first(config, ("num_experts_per_tok", "moe_top_k"))
+    width = _first(config, ("moe_intermediate_size", *MLP_WIDTHS))
     if not isinstance(count, int) or not isinstance(top_k, int) or not isinstance(width, int):
         raise NotImplementedError(
             f"--model {name}: the memory budget does not know how many experts a token of "
