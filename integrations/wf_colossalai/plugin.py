@@ -63,8 +63,9 @@ class WallFacerPlugin(HybridParallelPlugin):
         ValueError: for a wrong key or value, for an argument of ColossalAI's that a key of ours
             replaces, or if the product of the parallel sizes does not divide the world size.
         NotImplementedError: for ZeRO in fp32, which ColossalAI's plugin does not have, for fp16 on
-            a CPU outside `cpu_accelerator()`, for the zero-bubble schedule, for "dsp", which other
-            plugins support, and for max_norm of a GPT-2 under tensor parallelism.
+            a CPU outside `cpu_accelerator()`, for gradient_checkpoint_config, for the zero-bubble
+            schedule, for "dsp", which other plugins support, and for max_norm of a GPT-2 under
+            tensor parallelism.
     """
 
     def __init__(self, *, tp_size: int = 1, pp_size: int = 1, **kwargs: Any) -> None:
@@ -176,6 +177,11 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise NotImplementedError(
             'precision="fp16" on a CPU is not in ColossalAI: use "bf16" or "fp32", or put the job '
             "into cpu_accelerator() (docs/colossalai.md, Limits)"
+        )
+    if options.get("gradient_checkpoint_config") is not None:
+        raise NotImplementedError(
+            "gradient_checkpoint_config is for ColossalAI's own forwards, which do not run here: "
+            "leave it out; model.gradient_checkpointing_enable() checkpoints every layer"
         )
     policy = options.get("custom_policy")
     if policy is not None and not isinstance(policy, WallFacerPolicy):

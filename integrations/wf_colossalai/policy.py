@@ -62,8 +62,7 @@ class WallFacerPolicy(Policy):
         super().set_model(model)
         row = find(model, self.table)
         if self.native is None:
-            pretrained = isinstance(model, PreTrainedModel)
-            self.native = get_autopolicy(model) if pretrained else _NoPolicy()
+            self.native = _native_policy(model)
         self.native.set_model(model)
         self.native.is_causal = row.causal
 
@@ -95,6 +94,11 @@ class WallFacerPolicy(Policy):
         if config.enable_tensor_parallelism and not has_policy:
             raise NotImplementedError(
                 f"ColossalAI has no policy for {type(self.model).__name__}: set tp_size=1"
+            )
+        if config.enable_tensor_parallelism and _has_alibi(self.model):
+            raise NotImplementedError(
+                f"tensor parallelism of ALiBi ({type(self.model).__name__}) is not supported: a "
+                "rank's heads would get the slopes of others; set tp_size=1"
             )
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
@@ -169,6 +173,22 @@ class WallFacerPolicy(Policy):
 
     def get_shared_params(self) -> list[dict[int, Tensor]]:
         return self.native.get_shared_params()
+
+
+def _native_policy(model: nn.Module) -> Policy:
+    """ColossalAI's own policy for the model's class; a `_NoPolicy` if it has none."""
+    if not isinstance(model, PreTrainedModel):
+        return _NoPolicy()
+    try:
+        return get_autopolicy(model)
+    except NotImplementedError:
+        return _NoPolicy()
+
+
+def _has_alibi(model: nn.Module) -> bool:
+    """Whether the attention of BLOOM, or of a Falcon, has ALiBi."""
+    config = getattr(model, "config", None)
+    return getattr(config, "alibi", getattr(config, "model_type", None) == "bloom")
 
 
 class _NoPolicy(Policy):

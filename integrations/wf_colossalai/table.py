@@ -40,6 +40,8 @@ TABLE: Mapping[str, AttentionModule] = MappingProxyType(
         "LlamaAttention": LANGUAGE_MODEL,
         "MistralAttention": LANGUAGE_MODEL,
         "Qwen2Attention": LANGUAGE_MODEL,
+        "Qwen3Attention": LANGUAGE_MODEL,
+        "CohereAttention": LANGUAGE_MODEL,
         "GPT2Attention": LANGUAGE_MODEL,
         "GPTJAttention": LANGUAGE_MODEL,
         "OPTAttention": LANGUAGE_MODEL,

@@ -29,6 +29,8 @@ IMAGES = {"image_size": 16, "patch_size": 4, "num_labels": 8}  # 17 tokens: Wall
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (tf.LlamaForCausalLM, tf.LlamaConfig, LLAMA),
     "qwen2": (tf.Qwen2ForCausalLM, tf.Qwen2Config, LLAMA),
+    "qwen3": (tf.Qwen3ForCausalLM, tf.Qwen3Config, {**LLAMA, "head_dim": 8}),
+    "cohere": (tf.CohereForCausalLM, tf.CohereConfig, {**LLAMA, "num_hidden_layers": 3}),
     "mistral": (tf.MistralForCausalLM, tf.MistralConfig, {**LLAMA, "sliding_window": 5}),
     "gpt2": (tf.GPT2LMHeadModel, tf.GPT2Config, {**GPT, **UNDROPPED, "vocab_size": VOCABULARY}),
     "gpt2_deep": (

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,15 @@ if importlib.util.find_spec("colossalai"):
 
     from tests.integrations.colossalai_models import batch, build
     from tests.integrations.transformers_models import sequence_parallel
-    from wf_colossalai import TABLE, WallFacerPlugin, apply, config, doctor
+    from wf_colossalai import (
+        TABLE,
+        AttentionModule,
+        WallFacerPlugin,
+        WallFacerPolicy,
+        apply,
+        config,
+        doctor,
+    )
     from wf_colossalai.attach import attach
     from wf_colossalai.cpu import cpu_accelerator
     from wf_colossalai.table import find
@@ -46,6 +56,33 @@ def test_an_unknown_model_is_refused_with_a_list_of_the_known() -> None:
         find(T5ForConditionalGeneration(T5Config(**sizes)), TABLE)
     for part in ("LlamaAttention", "GPT2Attention", "ViTSelfAttention", "ten lines"):
         assert part in str(refusal.value)
+
+
+def bloom() -> Any:
+    sizes = {"hidden_size": 8, "n_layer": 1, "n_head": 2, "vocab_size": 8}
+    return transformers.BloomForCausalLM(transformers.BloomConfig(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: build("qwen3"), "ColossalAI has no policy for Qwen3ForCausalLM: set tp_size=1"),
+        (bloom, "tensor parallelism of ALiBi .BloomForCausalLM"),
+    ],
+)
+def test_tensor_parallelism_that_would_be_wrong_is_refused(
+    model: Callable[[], Any], message: str
+) -> None:
+    policy: Any = WallFacerPolicy()
+    policy.table = TABLE | {"BloomAttention": AttentionModule()}
+    policy.set_model(model())
+    policy.shard_config = SimpleNamespace(
+        sequence_parallelism_mode="ring_attn",
+        pipeline_stage_manager=None,
+        enable_tensor_parallelism=True,
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        policy.config_sanity_check()
 
 
 def test_a_model_without_a_head_is_refused() -> None:
@@ -153,6 +190,11 @@ def test_a_custom_policy_without_wallfacer_is_refused() -> None:
 def test_fp16_on_a_cpu_is_refused_outside_of_cpu_accelerator() -> None:
     with pytest.raises(NotImplementedError, match="fp16.*bf16.*fp32.*cpu_accelerator"):
         WallFacerPlugin(sequence_parallel_size=2, precision="fp16")
+
+
+def test_a_gradient_checkpoint_config_is_refused_with_what_checkpoints() -> None:
+    with pytest.raises(NotImplementedError, match="gradient_checkpointing_enable.. checkpoints"):
+        WallFacerPlugin(sequence_parallel_size=2, gradient_checkpoint_config=object())
 
 
 def test_zero_in_float32_is_refused_with_the_plugin_that_has_it() -> None:

@@ -70,7 +70,18 @@ HYBRID: dict[str, dict[str, Any]] = {
     | FOUR_STEPS,
 }
 # Other families; alone, and with tensor parallelism or two stages.
-FAMILIES = ("qwen2", "mistral", "gpt2", "gpt2_full", "gptj", "opt", "bert", "vit")
+FAMILIES = (
+    "qwen2",
+    "qwen3",
+    "cohere",
+    "mistral",
+    "gpt2",
+    "gpt2_full",
+    "gptj",
+    "opt",
+    "bert",
+    "vit",
+)
 MODELS: dict[str, dict[str, Any]] = (
     {
         name: {"wallfacer": RING4, "family": name, "batch": "ragged"} | FOUR_STEPS
@@ -78,7 +89,7 @@ MODELS: dict[str, dict[str, Any]] = (
     }
     | {
         f"tp_{name}": {"wallfacer": RING2, "family": name, "options": {"tp_size": 2}} | FOUR_STEPS
-        for name in ("qwen2", "mistral", "gptj", "opt", "bert", "vit")
+        for name in ("qwen2", "cohere", "mistral", "gptj", "opt", "bert", "vit")
     }
     | {
         f"pp_{name}": {"wallfacer": RING2, "family": name} | TWO_STAGES | FOUR_STEPS
