@@ -77,23 +77,23 @@ def init_inference(
             with "hetegen".
     """
     loaded = load_config({} if config is None else config)
-    deepspeed_config = {key: value for key, value in loaded.items() if key != KEY} | options
+    deepspeed_config = {key: value for key, value in loaded.items() if key != KEY}
     block = loaded.get(KEY, {})
     _check_block(block)
     if device is not None and HETEGEN not in block:
         raise ValueError(f'device={device!r} is for "{KEY}.{HETEGEN}", which is not given')
     if KEY not in loaded:
-        return deepspeed.init_inference(model, deepspeed_config)
+        return deepspeed.init_inference(model, deepspeed_config, **options)
     budget = ModelOptions.split(block)[1].autochunk
     if HETEGEN not in block:
-        engine = deepspeed.init_inference(model, deepspeed_config)
+        engine = deepspeed.init_inference(model, deepspeed_config, **options)
         if budget is not None:
             engine.module = _chunk(engine.module, budget, 1, budget.longest(engine.module))
         return engine
-    if deepspeed_config:
+    if deepspeed_config or options:
         raise NotImplementedError(
             f'"{KEY}.{HETEGEN}" makes no engine of DeepSpeed\'s, so that '
-            f"{list(deepspeed_config)} would have no effect: leave them out"
+            f"{[*deepspeed_config, *options]} would have no effect: leave them out"
         )
     handle = _dispatch(model, block[HETEGEN], device)
     if budget is None:

@@ -83,6 +83,14 @@ def test_options_of_deepspeeds_engine_beside_hetegen_are_refused() -> None:
         wf_deepspeed.init_inference(make_model("gpt2"), config)
 
 
+def test_option_that_contradicts_the_config_is_refused_as_by_deepspeed() -> None:
+    import wf_deepspeed
+
+    config = {"wallfacer": {"autochunk": {"max_memory": "1GB"}}, "dtype": torch.float32}
+    with pytest.raises(ValueError, match="Conflicting argument 'dtype'"):
+        wf_deepspeed.init_inference(make_model("gpt2"), config, dtype=torch.bfloat16)
+
+
 def test_without_our_block_init_inference_is_that_of_deepspeed() -> None:
     import deepspeed
 
