@@ -41,6 +41,19 @@ def test_model_is_tiled_in_place(model: Decoder) -> None:
     torch.testing.assert_close(chunked(**make_batch())["loss"], expected)
 
 
+def test_module_with_two_names_is_tiled_once(model: Decoder) -> None:
+    """The trace has both."""
+    model.double().mlp[1] = model.mlp[0]
+    model(**make_batch())["loss"].backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    chunked = autochunk(model, kwargs=make_batch(), max_slowdown=1.0)
+    assert [tiles.module for tiles in chunked.plan.tiles] == ["head", "mlp.0"]
+    chunked(**make_batch())["loss"].backward()
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-9, atol=1e-12)
+
+
 def test_remove_restores_the_model(model: Decoder, plan: TrainingPlan) -> None:
     model.remove()
     assert tiled_modules(model) == [] and not hasattr(model, "plan")

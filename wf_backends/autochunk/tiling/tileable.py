@@ -61,7 +61,7 @@ def candidates(captured: Captured, model: nn.Module, effects: Effects) -> list[C
     """
     weights = dict(zip(captured.graph.find_nodes(op="placeholder"), captured.weights, strict=False))
     found: list[Candidate] = []
-    for path, calls in _calls_by_module(captured.graph).items():
+    for path, calls in _calls_by_module(captured.graph, model).items():
         module = model.get_submodule(path)
         tileable = [candidate for candidate in found if not candidate.reason]
         if any(path.startswith(f"{candidate.module}.") for candidate in tileable):
@@ -74,15 +74,23 @@ def candidates(captured: Captured, model: nn.Module, effects: Effects) -> list[C
     return [c for c in found if c.reason or c.module not in refused]
 
 
-def _calls_by_module(graph: fx.Graph) -> dict[str, list[list[fx.Node]]]:
+def _calls_by_module(graph: fx.Graph, model: nn.Module) -> dict[str, list[list[fx.Node]]]:
     """The operators of each call of each module inside the model, by the module's name."""
     calls: dict[str, dict[str, list[fx.Node]]] = {}
+    names = _names(model)
     for node in graph.nodes:
         for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-            name = path.partition("@")[0]  # "layer@1" is its second call
+            name = names[path.partition("@")[0]]  # "layer@1" is its second call
             if name and node.op == "call_function":
                 calls.setdefault(name, {}).setdefault(path, []).append(node)
     return {name: list(nodes_by_path.values()) for name, nodes_by_path in calls.items()}
+
+
+def _names(model: nn.Module) -> dict[str, str]:
+    """The name of each module in `named_modules()`, by each name that a trace may give it: a module
+    that stands in two places has two."""
+    first = {module: name for name, module in model.named_modules()}
+    return {name: first[m] for name, m in model.named_modules(remove_duplicate=False)}
 
 
 def _candidate(
@@ -235,7 +243,7 @@ def head_candidate(captured: Captured, model: nn.Module) -> Candidate | None:
         chain.append(chain[-1].all_input_nodes[0])
     head = chain[-1]
     stack = list((head.meta.get("nn_module_stack") or {}).values())
-    path = stack[-1][0] if stack else ""
+    path = _names(model)[stack[-1][0].partition("@")[0] if stack else ""]
     class_name = type(model.get_submodule(path)).__name__
     candidate = Candidate(path, class_name, (head,), dim=1, loss=True)
     try:

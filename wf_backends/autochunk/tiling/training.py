@@ -192,8 +192,10 @@ class _Search:
             count = min(count, int((max_slowdown - plan.slowdown) / cost + 1e-9))
         if count < 1:
             return plan
-        added = [Tiles(c.module, c.dim, _tile_count(c), c.loss) for c in group[:count]]
-        tiles = (*plan.tiles, *added)
+        tiled = {tiles.module for tiles in plan.tiles}
+        new = (c for c in group[:count] if c.module not in tiled)
+        added = {c.module: Tiles(c.module, c.dim, _tile_count(c), c.loss) for c in new}
+        tiles = (*plan.tiles, *added.values())  # once for a module that is called several times
         try:
             peak = self.peak(tiles)
         except (CaptureError, NotImplementedError) as error:  # e.g. an argument counts the rows
