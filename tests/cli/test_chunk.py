@@ -91,6 +91,28 @@ def test_a_model_that_cannot_take_the_tokens_is_refused(
     assert code == 2 and message in err
 
 
+T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+ONE_LAYER = SMALL | {"num_hidden_layers": 1, "intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("config", "attention"),
+    [
+        (transformers.T5Config(**T5), "eager"),
+        (transformers.CLIPConfig(text_config=ONE_LAYER), "sdpa"),
+        (transformers.LlavaConfig(text_config=transformers.LlamaConfig(**ONE_LAYER)), "sdpa"),
+        (transformers.ModernBertConfig(**ONE_LAYER, pad_token_id=0), "sdpa"),
+    ],
+    ids=["t5", "clip", "llava", "modernbert"],
+)
+def test_the_tokens_of_a_model_with_several_parts(wallfacer_json, folder, config, attention):
+    """An encoder and a decoder get them both; of other models it is the part for text."""
+    config.save_pretrained(folder)
+    args = ("--seqlen", "64", "--attention", attention)
+    plan = wallfacer_json("chunk", "--model", folder, *args)
+    assert 0 < plan["peak"] <= plan["peak_before"]
+
+
 def test_rotary_positions_have_no_end(wallfacer_json, folder: str) -> None:
     """This model has a table of positions all the same."""
     positions = {"position_embedding_type": "rotary", "max_position_embeddings": 32}

@@ -92,7 +92,7 @@ def tables(budget: Mapping[str, Any]) -> list[Table]:
     tokens, limit = f"{budget['tokens']:,} tokens", gib(budget["memory_bytes"])
     return [
         Table("Parameters, gradients, optimizer: GiB", states, 1),
-        Table(f"Activations of a rank's {tokens}: GiB", activations, 2),
+        Table(f"Activations of a rank's {tokens}, in layers like Llama's: GiB", activations, 2),
         Table(
             f"The longest sequence that fits {limit} GiB a rank: thousands of tokens", longest, 2
         ),

@@ -17,6 +17,11 @@ from transformers.models.auto.modeling_auto import (
 
 from wf_transformers.folders.shape import read_config, refused_by_name
 
+try:
+    from transformers.initialization import no_init_weights  # pyright: ignore[reportMissingImports]
+except ImportError:  # transformers 4
+    from transformers.modeling_utils import no_init_weights
+
 ATTENTIONS = ("sdpa", "eager")
 LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings", "positions_embed")
 
@@ -25,6 +30,9 @@ def skeleton(
     folder: Path, seqlen: int, batch: int, attention: str, layers: int
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model in evaluation mode, and the keyword arguments of a prefill without a cache.
+
+    Of a model with several parts (LLaVA, CLIP) it is the one for text. An encoder and a decoder
+    both get `seqlen` tokens.
 
     Args:
         folder: with config.json; weights are not read.
@@ -37,20 +45,21 @@ def skeleton(
     """
     if attention not in ATTENTIONS:
         raise ValueError(f"--attention must be one of {list(ATTENTIONS)}, got {attention!r}")
-    config = read_config(folder)
+    config = read_config(folder).get_text_config()
     if layers:
         config.num_hidden_layers = min(layers, config.num_hidden_layers)
     auto_class = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
     dtype = config.torch_dtype or torch.float32
     with FakeTensorMode():
-        with refused_by_name(folder):
+        with refused_by_name(folder), no_init_weights():  # ModernBERT's looks at values
             _check_class(auto_class._model_mapping[type(config)], attention)
             model = auto_class.from_config(config, attn_implementation=attention, torch_dtype=dtype)
         _check_positions(model, seqlen)
         inputs: dict[str, Any] = {"input_ids": torch.zeros(batch, seqlen, dtype=torch.long)}
     names = inspect.signature(model.forward).parameters
     prefill = {"use_cache": False, "logits_to_keep": 1}  # only the last token's logits
-    return model.eval(), inputs | {name: x for name, x in prefill.items() if name in names}
+    options = prefill | {"decoder_input_ids": inputs["input_ids"]}
+    return model.eval(), inputs | {name: x for name, x in options.items() if name in names}
 
 
 def _check_class(model_class: Any, attention: str) -> None:
