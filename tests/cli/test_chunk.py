@@ -113,6 +113,16 @@ def test_the_tokens_of_a_model_with_several_parts(wallfacer_json, folder, config
     assert 0 < plan["peak"] <= plan["peak_before"]
 
 
+def test_the_part_for_text_has_the_dtype_of_the_whole_model(wallfacer_json, folder) -> None:
+    args = ("chunk", "--model", folder, "--seqlen", "64")
+    peaks = []
+    for dtype in ("float32", "bfloat16"):
+        text = transformers.LlamaConfig(**ONE_LAYER)
+        transformers.LlavaConfig(text_config=text, torch_dtype=dtype).save_pretrained(folder)
+        peaks.append(wallfacer_json(*args)["peak_before"])
+    assert peaks[1] < 0.8 * peaks[0]
+
+
 def test_rotary_positions_have_no_end(wallfacer_json, folder: str) -> None:
     """This model has a table of positions all the same."""
     positions = {"position_embedding_type": "rotary", "max_position_embeddings": 32}

@@ -45,11 +45,12 @@ def skeleton(
     """
     if attention not in ATTENTIONS:
         raise ValueError(f"--attention must be one of {list(ATTENTIONS)}, got {attention!r}")
-    config = read_config(folder).get_text_config()
+    whole_config = read_config(folder)
+    config = whole_config.get_text_config()
     if layers:
         config.num_hidden_layers = min(layers, config.num_hidden_layers)
     auto_class = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
-    dtype = config.torch_dtype or torch.float32
+    dtype = config.torch_dtype or whole_config.torch_dtype or torch.float32
     with FakeTensorMode():
         with refused_by_name(folder), no_init_weights():  # ModernBERT's looks at values
             _check_class(auto_class._model_mapping[type(config)], attention)
