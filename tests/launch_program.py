@@ -86,6 +86,21 @@ def stay_away() -> None:
     init(timeout=1)
 
 
+def end_early() -> None:
+    """One rank ends before it meets the other one in MPI."""
+    from mpi4py import MPI
+
+    error = ""
+    if init(timeout=TIMEOUT_S).rank != int(os.environ["ENDS"]):
+        try:
+            make_comm(MPI.COMM_WORLD, timeout=TIMEOUT_S)
+        except RuntimeError as refusal:
+            error = str(refusal)
+    report({"rank": dist.get_rank(), "error": error})
+    if error:
+        MPI.COMM_WORLD.Abort(0)  # the meeting can neither end nor be left
+
+
 def exit_without_close() -> None:
     """Exit while a thread of gloo has a tensor to free, and the program still holds the groups."""
     init(timeout=TIMEOUT_S)
@@ -107,5 +122,6 @@ def report(facts: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    programs = (join, join_twice, fail_and_join, report_the_error, stay_away, exit_without_close)
+    programs = (join, join_twice, fail_and_join, report_the_error, stay_away)
+    programs += (end_early, exit_without_close)
     {program.__name__: program for program in programs}[sys.argv[2]]()

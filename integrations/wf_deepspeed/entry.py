@@ -19,6 +19,7 @@ from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
 from wf_backends import SequenceParallel
+from wf_backends.comm import job_board
 from wf_backends.launch import leave_at_exit
 from wf_deepspeed import cpu
 from wf_deepspeed.config import (
@@ -80,11 +81,14 @@ def initialize_with(
     config = find_config(call.arguments)
     block = read_block(config)
     if block is None:
+        if call.arguments.get("mpu") is None:  # with one, engines may be of some ranks alone
+            refuse_missing_block(has_block=False)
         return original(*args, **kwargs)
     refuse_conflicts(config, block)
     _refuse_arguments(call.arguments)
     timeout = block.sequence_parallel.timeout
     start(call.arguments, timeout)
+    refuse_missing_block(has_block=True)
     block_keys = {f"{KEY}.{key}": value for key, value in config[KEY].items()}
     refuse_different({key: config.get(key) for key in BATCH_KEYS} | block_keys)
     replicas = data_parallel_size(block, dist.get_world_size())
@@ -104,6 +108,31 @@ def initialize_with(
     engine.dp_world_size = engine.wallfacer.data_parallel_size  # DeepSpeed's is None beside our mpu
     make_checkpoints_atomic(engine, engine.wallfacer)
     return engine, optimizer, loader, scheduler
+
+
+def refuse_missing_block(has_block: bool) -> None:
+    """Check that the neighbours of this rank have a block for this engine, or none, as it has.
+
+    Ranks with a block wait for all others in collectives that DeepSpeed alone does not call. So
+    each rank writes on the job's board first, and of two that differ the later one raises.
+
+    Raises:
+        ValueError: if a neighbour that came before differs.
+    """
+    board = job_board()
+    if board is None:
+        return
+    rank, size = dist.get_rank(), dist.get_world_size()
+    engines = [*(board.read("blocks", rank) or ()), has_block]  # of this rank, in order
+    board.write("blocks", rank, engines)
+    for neighbour in ((rank - 1) % size, (rank + 1) % size):
+        others = board.read("blocks", neighbour) or ()
+        if len(others) >= len(engines) and others[len(engines) - 1] != has_block:
+            raise ValueError(
+                f'rank {neighbour if has_block else rank} has no enabled "{KEY}" block in its '
+                f"DeepSpeed config, rank {rank if has_block else neighbour} has one. Give every "
+                f"rank the same config"
+            )
 
 
 @contextmanager

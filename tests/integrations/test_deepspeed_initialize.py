@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=ImportError)
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
@@ -22,7 +23,9 @@ from deepspeed.runtime.tensor_parallel import init_utils  # noqa: E402
 
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
+from wf_backends.comm import Board  # noqa: E402
 from wf_backends.comm.threads import run_threads  # noqa: E402
+from wf_deepspeed import entry  # noqa: E402
 from wf_deepspeed.entry import CONFIG_ARGUMENTS, _gathered_parameters, initialize_with, start  # noqa: E402
 from wf_transformers import attach  # noqa: E402
 
@@ -49,6 +52,25 @@ def test_without_an_enabled_block_all_arguments_reach_deepspeed(block: dict[str,
     args = ("arguments", "model")
     received = initialize_with(arguments_of_initialize, args, {"config": config})
     assert received == (*args, None, config)
+
+
+@pytest.mark.parametrize("missing_at", [0, 1, 2])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_a_block_that_one_rank_lacks_is_an_error_on_a_rank_that_comes_later(
+    monkeypatch: pytest.MonkeyPatch, missing_at: int, order: tuple[int, ...]
+) -> None:
+    """The rank without it calls DeepSpeed's collectives, the others ours: a wait to the timeout."""
+    board, errors = Board(HashStore()), []
+    monkeypatch.setattr(entry, "job_board", lambda: board)
+    for rank in order:
+        monkeypatch.setattr(entry.dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(entry.dist, "get_world_size", lambda: 3)
+        entry.refuse_missing_block(has_block=True)  # the first engine
+        try:
+            entry.refuse_missing_block(has_block=rank != missing_at)
+        except ValueError as error:
+            errors.append(str(error))
+    assert errors and all(f"rank {missing_at} has no enabled" in error for error in errors), errors
 
 
 @pytest.mark.parametrize("name", ["wallfacers", "WallFacer", "wall_facer"])

@@ -95,6 +95,16 @@ def test_a_rank_that_never_joins_ends_the_job_of_mpirun_at_the_timeout(tmp_path:
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_ends_before_it_sends_by_mpi_is_named_long_before_the_timeout(rank: int):
+    """It is at the end of Python, where MPI waits for all ranks. Rank 0 holds the job's store."""
+    pytest.importorskip("mpi4py")
+    reports = run([*MPIRUN, "-n", "2"], "end_early", ENDS=str(rank), new_interpreters=True)
+    (error,) = [report["error"] for report in reports if report["error"]]
+    assert error == f"rank {1 - rank} of 2: rank {rank} has ended and did not meet the others"
+
+
+@pytest.mark.mpi
 def test_the_example_of_the_readme_equals_dense_attention():
     pytest.importorskip("mpi4py")
     block = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]

@@ -14,7 +14,7 @@ from wf_backends.comm.exchanges import (
     sum_on_all_ranks,
     sum_over_ranks,
 )
-from wf_backends.comm.faults import LOG_FOLDER, Board, Note, fault_report, in_time, job_board
+from wf_backends.comm.faults import LEFT, LOG_FOLDER, Board, Note, fault_report, in_time, job_board
 from wf_backends.comm.mpi import MpiComm
 from wf_backends.comm.process_group import GroupComm, as_timeout, own_group, timeout_of
 from wf_backends.comm.protocol import (
@@ -30,6 +30,7 @@ from wf_backends.comm.threads import ThreadComm, World, run_threads
 
 __all__ = [
     "Board",
+    "LEFT",
     "LOG_FOLDER",
     "ConsistencyCheck",
     "Communicator",

@@ -32,7 +32,7 @@ ANSWER_S = 2.0  # how long a rank whose wait failed waits for the notes of other
 STORE_S = 3.0  # how long the store may take to answer; if rank 0 is stopped, it never does
 PAUSE_S = 0.005  # between looks at the store; mpirun sends SIGKILL 0.02 s after SIGTERM
 MAX_NAMED_RANKS = 8  # at one place, in a report
-LOG_FOLDER, REPORT = "log folder", "report"  # topics of notes
+LEFT, LOG_FOLDER, REPORT = "left", "log folder", "report"  # topics of notes
 STORE_GONE = (
     "Rank 0 has ended or is stopped, and with it the store of the ranks' notes: no other rank is "
     "heard"

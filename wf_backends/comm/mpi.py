@@ -14,7 +14,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from wf_backends.comm.faults import deferred_termination
+from wf_backends.comm.faults import LEFT, deferred_termination, job_board
 from wf_backends.comm.protocol import CONTROL, DEFAULT_TIMEOUT_S, UNUSED_TAG, Message, Pending, Wait
 from wf_backends.comm.staging import Staged
 from wf_backends.comm.watch import ProcessComm
@@ -63,7 +63,16 @@ class MpiComm(ProcessComm):
         self.timeout, self.max_message = timeout, max_message
         self.cuda_aware = _cuda_aware(self.MPI)
         self.comm, request = comm.Idup()
-        if not any(request.Test() for _ in polls(timeout)):
+        board = job_board()
+        for is_check_due in polls(timeout):
+            if request.Test():
+                break
+            ended = board.read(LEFT, 0) if board and is_check_due else None
+            if board and board.gone:
+                ended = 0  # whose store it was
+            if ended in self.global_ranks:
+                raise RuntimeError(f"{self.me}: rank {ended} has ended and did not meet the others")
+        else:
             raise RuntimeError(f"{self.me}: the meeting of all ranks did not end in {timeout:g} s")
         atexit.register(_call_if_alive, WeakMethod(self.leave))
 

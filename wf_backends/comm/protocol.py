@@ -144,7 +144,7 @@ class Communicator(Shared, ABC):
         """This rank's name for errors, such as "rank 1 of 4"."""
         return self.name_of(self.rank, f" of {self.size}")
 
-    def watch(self) -> None:
+    def watch(self, sequence_parallel_size: int) -> None:
         """Start to detect waits that will never end; only where ranks are processes."""
         return
 
@@ -193,8 +193,8 @@ class View(Communicator):
     def enter(self, new_pass: Pass) -> None:
         self.parent.enter(new_pass)
 
-    def watch(self) -> None:
-        self.parent.watch()
+    def watch(self, sequence_parallel_size: int) -> None:
+        self.parent.watch(sequence_parallel_size)
 
     def carries(self, device: torch.device) -> bool:
         return self.parent.carries(device)

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from wf_backends.comm import Board, Note, fault_report, job_board
+from wf_backends.comm import LEFT, Board, Note, fault_report, job_board
 
 SETTLE_S = 0.05  # for torch's threads at the end of Python
 PEER_ERRORS_S = 3.0  # that a failed rank waits for its peers' errors before it ends
@@ -66,8 +66,11 @@ def _leave() -> None:
     joined = MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized()
     if MPI is None or not joined or MPI.COMM_WORLD.size == 1:
         MPI = None
-    board = job_board() if failed() else None
+    board = job_board() if failed() or MPI else None
     rank, size = (dist.get_rank(), dist.get_world_size()) if board else (0, 1)
+    if board and not failed():
+        board.write(LEFT, 0, rank)
+        board = None
     if board and size > 1:
         _write_error(board, rank, sys.last_value)
     if MPI or size > 1:

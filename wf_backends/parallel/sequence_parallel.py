@@ -55,7 +55,7 @@ class SequenceParallel(AttentionMethod, Sharding, Shared):
         first = group_comm.rank // size * size
         self.comm = group_comm.view(range(first, first + size))
         self.rank, self.size = self.comm.rank, size
-        self.comm.watch()
+        self.comm.watch(size)
         hosts = JobTopology(self.comm, config.topology, topology, cache_folder(os.environ))
         self._attention = DistributedAttention(config, self.comm, hosts)
         self._consistency = self._attention.consistency
