@@ -7,6 +7,7 @@ which one test compares with torch's profiler.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.autochunk.helpers import (
     relative_error,
 )
 from wf_backends.autochunk import ChunkPlan, autochunk
+from wf_backends.autochunk import chunked as chunked_file
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -159,6 +161,33 @@ def test_another_input_shape_is_planned_at_its_first_call_only() -> None:
         assert second_plan.fingerprint != first_plan.fingerprint
         chunked(ids)
         assert chunked.plan is second_plan
+
+
+def test_another_input_shape_is_planned_beside_a_plan_that_was_passed() -> None:
+    model, kwargs = model_and_inputs("gpt2", "eager")
+    budget: dict[str, Any] = {"max_memory": 0.3, "max_slowdown": ANY_SLOWDOWN}
+    plan = autochunk(model, kwargs=kwargs, **budget).plan
+    chunked = autochunk(model, kwargs=kwargs, plan=plan, **budget)
+    ids = torch.randint(0, 90, (1, 3 * TOKENS // 4))
+    with torch.no_grad():
+        assert relative_error(chunked(ids), model(ids)) < 1e-6
+        assert chunked.plan.peak < 0.3 * plan.peak_before < chunked.plan.peak_before
+        chunked.h[0].number = 1  # a change, after which the model is captured again
+        chunked(**kwargs)
+    assert chunked.plan == plan
+
+
+def test_as_many_plans_are_kept_as_a_server_has_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_file, "MAX_PLANS", 2)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+    chunked = autochunk(model, (torch.randn(512, 8),), max_slowdown=ANY_SLOWDOWN)
+    planned: list[int] = []
+    with torch.no_grad():
+        for rows in (500, 512, 400, 500, 400, 512):
+            plan, x = chunked.plan, torch.randn(rows, 8)
+            assert relative_error(chunked(x), model(x)) < 1e-6
+            planned += [] if chunked.plan is plan else [rows]
+    assert planned == [500, 400, 512]
 
 
 def test_with_gradients_the_model_runs_unchunked_and_warns() -> None:

@@ -31,6 +31,7 @@ from wf_backends.autochunk.planning import Planned, find_plan, use_plan
 from wf_backends.autochunk.tiling import TrainingPlan, plan_training, tile_training
 
 SMALL_INPUT_RATIO = 16  # inputs this many times smaller than planned ones run unchunked
+MAX_PLANS = 32  # that are kept: a plan and its graph take megabytes, 20 for a Llama of 32 layers
 _PLAIN = (bool, int, float, str, torch.dtype)
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 _OF_COMPILERS = {"_is_torch_compile", "_compiled_call_impl"}
@@ -58,7 +59,8 @@ def autochunk(
         max_slowdown: the largest share of the predicted time that slices may add.
         plan: a plan made before, for the same model and form of inputs, instead of a search.
 
-    Inputs of another form are planned at their first call. With gradients enabled the model runs
+    Inputs of another form are planned at their first call, within `max_memory` and `max_slowdown`
+    also beside a `plan`. With gradients enabled the model runs
     unchunked, with a warning: slices save nothing for a backward pass.
 
     A model in training (`model.training`) is changed and returned itself: its modules are tiled
@@ -165,12 +167,14 @@ class ChunkedForward:
         model = self._whole(chunked)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         with planning_lock():
-            if self._plan is not None:
+            if self._plan is not None and not self._elements:  # the inputs given to `autochunk`
                 planned = use_plan(model, args, kwargs, self._plan)
             else:
-                planned = find_plan(model, args, kwargs, self._budget)
-                self._budget = self._budget.in_bytes(planned.plan.peak_before)
-        self._planned[_input_form(leaves, spec)] = planned
+                planned = find_plan(model, args, kwargs, self._budget, known=self._plan)
+            self._budget = self._budget.in_bytes(planned.plan.peak_before)
+            while len(self._planned) >= MAX_PLANS:
+                del self._planned[next(iter(self._planned))]  # the oldest one
+            self._planned[_input_form(leaves, spec)] = planned
         self._elements = max(self._elements, _elements(leaves))
         chunked.plan = planned.plan
         return planned

@@ -53,15 +53,19 @@ def find_plan(
     kwargs: dict[str, Any],
     budget: Budget,
     rates: Rates | None = None,
+    known: ChunkPlan | None = None,
 ) -> Planned:
-    """The cheapest plan within the budget.
+    """The cheapest plan within the budget; `known`, made before, if it is of the same graph.
 
     The plan has no regions if the model fits without, or if no plan needs less memory than it.
     `rates` are those of the device that runs the plan; None: they are measured on this one.
 
     Raises ValueError with the closest plan if none fits.
     """
-    captured, before = capture(model, args, kwargs), unchunked_peak(model, args, kwargs)
+    captured = capture(model, args, kwargs)
+    if known is not None and known.fingerprint == captured.fingerprint:
+        return _with_plan(captured, known)
+    before = unchunked_peak(model, args, kwargs)
     budget = budget.in_bytes(before)
     rates = rates or measure_rates(*captured.device_and_dtype)
     search = Search(read_steps(captured.graph, Effects()), rates)
@@ -138,8 +142,7 @@ def _build_plan(
 
 
 def use_plan(model: nn.Module, args: tuple, kwargs: dict[str, Any], plan: ChunkPlan) -> Planned:
-    """The forward with a plan that was made before. `peak` becomes what its regions need: their
-    lengths may have been edited.
+    """The forward with a plan that was made before.
 
     Raises ValueError if it was made for another model or other inputs, or its regions overlap.
     """
@@ -149,6 +152,12 @@ def use_plan(model: nn.Module, args: tuple, kwargs: dict[str, Any], plan: ChunkP
             f"plan was made for another model or other input shapes: its graph is "
             f"{plan.fingerprint}, this one {captured.fingerprint}; leave plan out to search again"
         )
+    return _with_plan(captured, plan)
+
+
+def _with_plan(captured: Captured, plan: ChunkPlan) -> Planned:
+    """The forward with a plan of its graph. `peak` becomes what the regions need: their lengths may
+    have been edited."""
     steps = read_steps(captured.graph, Effects())
     if plan.copied:
         steps = with_copies(steps, plan.copied) or steps
