@@ -215,6 +215,24 @@ class TestModels:
         with pytest.raises(ValueError, match=r"Lambda cannot be captured: torch.func .*vmap"):
             autochunk(Lambda(forward, nn.Linear(8, 8)).eval(), (torch.randn(64, 8),))
 
+    @pytest.mark.parametrize("offload", ["cpu_offload_with_hook", "cpu_offload"])
+    def test_weights_that_accelerate_moves(self, offload: str) -> None:
+        accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.randn(512, 8)
+        getattr(accelerate, offload)(model, "cpu")
+        with pytest.raises(
+            ValueError, match=r"accelerate's \w+ of .* enable_model_cpu_offload\(\)"
+        ):
+            autochunk(model, (x,), max_slowdown=ANY_SLOWDOWN)
+
+    def test_weights_that_diffusers_casts(self) -> None:
+        hooks = pytest.importorskip("diffusers.hooks", reason="diffusers is not installed")
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.randn(512, 8)
+        dtypes = {"storage_dtype": torch.bfloat16, "compute_dtype": torch.float32}
+        hooks.apply_layerwise_casting(model, **dtypes, non_blocking=False)
+        with pytest.raises(ValueError, match="LayerwiseCastingHook of 0 moves or casts weights"):
+            autochunk(model, (x,), max_slowdown=ANY_SLOWDOWN)
+
     def test_cache_of_diffusers(self) -> None:
         """In slices, every step would compute the attention that the cache was to skip."""
         diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")

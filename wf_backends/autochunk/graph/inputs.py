@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 # Types of arguments that export does not take: the graph has them as constants.
 CONSTANTS = (complex, bytes, range, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _INPUTS = (torch.Tensor, nn.Module, torch.Generator, torch.Size, Enum, int, float, str, type(None))
+_MOVE_WEIGHTS = {"GroupOffloadingHook", "LayerwiseCastingHook", "CpuOffload"}  # classes of hooks
 
 
 CONTAINERS = "wallfacer.containers"
@@ -111,16 +112,26 @@ def restored_attributes(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_stateful_hooks(model: nn.Module) -> None:
-    """Raises ValueError for a hook of diffusers (`enable_cache`) that keeps results of one call for
-    later ones: a graph would compute what the hook was to skip."""
+    """Raises ValueError for hooks that do what no graph can: those of diffusers that keep results
+    of one call for later ones (`enable_cache`), and those that move or cast weights."""
     for path, module in model.named_modules():
+        where = path or "the model itself"
         registry = vars(module).get("_diffusers_hook")
         for hook in registry.hooks.values() if registry else ():
             if hook._is_stateful:
-                where = path or "the model itself"
                 raise ValueError(
                     f"{type(hook).__name__} of {where} keeps results for later calls; "
                     "call disable_cache() first"
+                )
+            if type(hook).__name__ in _MOVE_WEIGHTS:
+                raise ValueError(f"{type(hook).__name__} of {where} moves or casts weights")
+        added = vars(module).get("_hf_hook") if "forward" in vars(module) else None
+        for hook in getattr(added, "hooks", (added,)):  # a SequentialHook of accelerate has several
+            if type(hook).__name__ in _MOVE_WEIGHTS or getattr(hook, "offload", False):
+                raise ValueError(
+                    f"accelerate's {type(hook).__name__} of {where} moves weights in the forward, "
+                    "which no graph does. Call enable_model_cpu_offload() after autochunk(); for "
+                    "weights that stay on the host there is HeteGen"
                 )
 
 
