@@ -49,6 +49,10 @@ class Handle:
             f"rank // {sp.size}"
         )
 
+    def __deepcopy__(self, _: Any) -> Self:
+        """A copy of an attached model (an average of weights) runs over the same ranks."""
+        return self
+
     @property
     def name(self) -> str:
         """The `attn_implementation` for models; "" if no name was registered."""

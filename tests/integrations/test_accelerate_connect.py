@@ -5,6 +5,7 @@ Without a job of several ranks; the trained results are compared in test_acceler
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,16 @@ def test_remove_restores_the_model_and_the_accelerator() -> None:
         assert added == methods | {"wallfacer_groups"}
     assert vars(accelerator) == attributes and vars(accelerate.accelerator) == functions
     assert not model._forward_pre_hooks and not model._forward_hooks
+
+
+def test_a_connected_model_can_be_copied_to_average_its_weights() -> None:
+    model, ids = tiny_llama(), batch()["input_ids"] % VOCABULARY
+    with wf_accelerate.connect(model, Accelerator(cpu=True), {"sequence_parallel_size": 1}):
+        expected = model(ids, labels=ids).loss.item()
+        average = deepcopy(model)
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        assert average(ids, labels=ids).loss.item() == expected
 
 
 def fake_accelerator(distributed_type: str = "MULTI_GPU", **attributes: Any) -> Any:
