@@ -7,9 +7,11 @@
 Each line is the best of several alternating runs, forward or backward, in milliseconds.
 `x` is ours / torch's; torch has no window, so there it gets a dense mask, as its users give it.
 `x work` is ours / (torch's full tile * the share of scores that the band shows): 1.00 is a kernel
-that computes only the visible scores, each as fast as torch does in a full tile.
+that computes only the visible scores, each as fast as torch does in a full tile. `reference` is our
+kernel of einsums.
 The last line of a dtype is the time of a merge of a tile's result into the running result. On a GPU
-follow causal tiles with keys that all rows see: cut in two for cuDNN, beside one call of flash.
+follow causal tiles with keys that all rows see, cut in two for cuDNN and in one call of flash, and
+the reference kernel on a causal tile, by the number of BLOCK_SCORES that it computes at once.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import argparse
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,8 +28,8 @@ import torch.nn.functional as F
 from measure import cpu_name
 from torch import Tensor
 
-from wf_backends.kernels import Kernel, KernelSpec, Scores, TileGrad, merge, select
-from wf_backends.kernels.reference import band_mask
+from wf_backends.kernels import Kernel, KernelSpec, Scores, TileGrad, merge, reference, select
+from wf_backends.kernels.reference import ReferenceKernel, band_mask
 from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.kernels.sdpa_cuda import CUDNN, FLASH
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
@@ -43,23 +45,25 @@ def main() -> None:
     print(machine(args.device))
     print(f"rows = keys = {args.rows}, heads {args.heads}, kv_heads {args.kv_heads}, ", end="")
     print(f"head_dim {args.head_dim}, batch 1, threads {args.threads}")
-    print(f"{'dtype':9} {'tile':32} {'':8} {'ours':>8} {'torch':>8} {'x':>6} {'x work':>7}")
+    print(f"{'dtype':9} {'tile':32} {'':8} {'ours':>8} {'torch':>8} {'x':>6} {'x work':>7}", end="")
+    print(f" {'reference':>9}")
     on_gpu = args.device == "cuda"
-    for dtype in (torch.bfloat16,) if on_gpu else (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16):
         full: list[float] = []
         for band in bands(args.rows):
             try:
-                ours, theirs = measure(args, dtype, band)
+                ours, theirs, einsums = measure(args, dtype, band)
             except RuntimeError:  # such as out of memory; other tiles may fit
                 traceback.print_exc()
                 continue
             full = full or theirs
-            show(args.device, args.rows, dtype, band, ours, theirs, full)
+            show(args.device, args.rows, dtype, band, ours, theirs, einsums, full)
         merge_time = merge_ms(args, dtype)
         share = merge_time / full[0]
         print(f"{dtype}: a merge takes {merge_time:.3f} ms, {share:.3f} of torch's full forward")
-        if on_gpu:
+        if on_gpu and dtype == torch.bfloat16:
             show_cut(args, dtype)
+            show_blocks(args, dtype)
 
 
 def parse() -> argparse.Namespace:
@@ -89,20 +93,16 @@ def bands(rows: int) -> list[Band]:
     return [FULL, *shifted, Band(half, 0), Band(rows // 8, 0), Band(64, 0), Band(128, 128)]
 
 
-def measure(
-    args: argparse.Namespace, dtype: torch.dtype, band: Band
-) -> tuple[list[float], list[float]]:
-    """[forward, backward] in ms, of ours and of torch's."""
-    ours: list[float] = []
-    theirs: list[float] = []
+def measure(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> Iterator[list[float]]:
+    """[forward, backward] in ms: of ours, of torch's, and of the reference kernel."""
     spec = KernelSpec(args.device, dtype, args.head_dim, args.heads, args.kv_heads)
-    our_calls = kernel_calls(select("sdpa", spec), args, dtype, band, args.rows, args.rows)
-    calls = zip(our_calls, torch_calls(args, dtype, band), strict=True)
-    for our_call, torch_call in calls:
-        our_ms, torch_ms = best_of((our_call, torch_call), args.repeats, args.device)
-        ours.append(our_ms)
-        theirs.append(torch_ms)
-    return ours, theirs
+    kernels = [select(name, spec) for name in ("sdpa", "reference")]
+    ours, einsums = (
+        kernel_calls(kernel, args, dtype, band, args.rows, args.rows) for kernel in kernels
+    )
+    passes = zip(ours, torch_calls(args, dtype, band), einsums, strict=True)
+    times = [best_of(calls, args.repeats, args.device) for calls in passes]
+    return map(list, zip(*times, strict=True))
 
 
 def rows_first(args: argparse.Namespace, rows: int, heads: int, dtype: torch.dtype) -> Tensor:
@@ -137,16 +137,30 @@ def show_cut(args: argparse.Namespace, dtype: torch.dtype) -> None:
             print(f"{rows:6} {keys:7} {name:8} {cut:8.2f} {flash:8.2f} {cut / flash:6.2f}")
 
 
+def show_blocks(args: argparse.Namespace, dtype: torch.dtype) -> None:
+    """A line per size of the reference kernel's blocks: forward and backward in ms, MiB."""
+    calls = kernel_calls(ReferenceKernel(), args, dtype, CAUSAL, args.rows, args.rows)
+    print(f"{'blocks':>6} {'forward':>8} {'backward':>8} {'MiB':>6}")
+    for reference.CUDA_BLOCKS in (1, 2, 4, 8, 16, 32):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        forward, backward = best_of(calls, args.repeats, args.device)
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+        print(f"{reference.CUDA_BLOCKS:6} {forward:8.2f} {backward:8.2f} {peak:6.0f}", flush=True)
+
+
 def torch_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> list[Callable]:
     """F.scaled_dot_product_attention and its backward by autograd."""
     q, dout = (rows_first(args, args.rows, args.heads, dtype).transpose(1, 2) for _ in range(2))
     k, v = (rows_first(args, args.rows, args.kv_heads, dtype).transpose(1, 2) for _ in range(2))
     options: dict[str, Any] = {"enable_gqa": True, "is_causal": band == CAUSAL}
-    if band not in (FULL, CAUSAL):
+    needs_mask = band not in (FULL, CAUSAL)
+    if needs_mask:
         options["attn_mask"] = band_mask(args.rows, args.rows, band, torch.device(args.device))
-        if args.device == "cuda":  # with a mask, only the slowest backend there supports GQA
-            options["enable_gqa"] = False
-            k, v = (x.repeat_interleave(args.heads // args.kv_heads, 1) for x in (k, v))
+    if args.device == "cuda" and (needs_mask or dtype == torch.float32):
+        # Only the slowest backend there supports GQA with a mask, or in float32.
+        options["enable_gqa"] = False
+        k, v = (x.repeat_interleave(args.heads // args.kv_heads, 1) for x in (k, v))
     forward = partial(F.scaled_dot_product_attention, q, k, v, **options)
     q_leaf, k_leaf, v_leaf = (x.detach().requires_grad_() for x in (q, k, v))
     out = F.scaled_dot_product_attention(q_leaf, k_leaf, v_leaf, **options)
@@ -182,15 +196,17 @@ def show(
     band: Band,
     ours: list[float],
     theirs: list[float],
+    einsums: list[float],
     full: list[float],
 ) -> None:
     share = band_mask(rows, rows, band, torch.device(device)).float().mean().item()
     name = str(dtype).removeprefix("torch.")
-    passes = zip(("forward", "backward"), ours, theirs, full, strict=True)
-    for pass_name, our_ms, torch_ms, full_ms in passes:
+    passes = zip(("forward", "backward"), ours, theirs, einsums, full, strict=True)
+    for pass_name, our_ms, torch_ms, einsum_ms, full_ms in passes:
         figures = f"{our_ms:8.2f} {torch_ms:8.2f} {our_ms / torch_ms:6.2f}"
         x_work = our_ms / (full_ms * share)
-        print(f"{name:9} {str(band):32} {pass_name:8} {figures} {x_work:7.2f}", flush=True)
+        figures += f" {x_work:7.2f} {einsum_ms:9.2f}"
+        print(f"{name:9} {str(band):32} {pass_name:8} {figures}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from wf_backends.schedule.mask import Band
 SCORES = Scores(0.3)
 Tile = tuple[int, int, Band]  # (query rows, key rows, band)
 HEAD_COUNTS = [(4, 4), (4, 2), (4, 1)]  # (query heads, key heads)
-GPU_TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
-"""A few roundings of the dtype: 8 and 11 significant bits."""
+GPU_TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 2e-6}
+"""A few roundings of the dtype: 8, 11 and 24 significant bits."""
 
 
 def draw_rows(rows: int, heads: int, width: int, **options) -> Tensor:

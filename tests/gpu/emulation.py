@@ -14,6 +14,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tests.gpu.dense_tile import gradients, probabilities, seen_in_window, weighted_sum
 
@@ -231,3 +232,42 @@ def register_torch_cudnn(library: torch.library.Library, calls: list[str]) -> No
 
     library.impl("_scaled_dot_product_cudnn_attention", fwd, "CPU")
     library.impl("_scaled_dot_product_cudnn_attention_backward", bwd, "CPU")
+
+
+def register_torch_efficient(library: torch.library.Library) -> None:
+    """Define for the CPU torch's `_scaled_dot_product_efficient_attention` and `_backward`.
+
+    As in attention.cu: queries and keys have as many heads, lse is as long as the next multiple of
+    32 rows, the mask has all samples and heads, and its rows begin at multiples of 4 elements.
+    """
+
+    def seen_keys(q, k, v, mask, causal):
+        assert q.shape[1] == k.shape[1] == v.shape[1], "no grouped key heads"
+        assert all(x.stride(3) == 1 and x.stride(2) % 4 == 0 for x in (q, k, v))
+        rows, keys = q.shape[2], k.shape[2]
+        if mask is None:
+            seen = torch.ones(rows, keys, dtype=torch.bool)
+            return seen.tril() if causal else seen
+        assert not causal and mask.dtype == q.dtype and mask.stride(2) % 4 == 0
+        assert mask.shape == (*q.shape[:2], rows, keys) and mask.stride(3) == 1
+        return mask[0, 0] == 0
+
+    def fwd(q, k, v, mask, with_lse, dropout=0.0, causal=False, *, scale=None):
+        assert with_lse and dropout == 0.0
+        q_rows, k_rows, v_rows = (x.transpose(1, 2) for x in (q, k, v))
+        p, lse = probabilities(q_rows, k_rows, scale, seen_keys(q, k, v, mask, causal))
+        lse = pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
+        return weighted_sum(p, v_rows).to(q.dtype).transpose(1, 2), lse, None, None
+
+    def bwd(dout, q, k, v, mask, out, lse, seed, offset, dropout, wanted, causal=False, *, scale):
+        assert dropout == 0.0 and wanted == [True, True, True, False]
+        assert seed.dtype == offset.dtype == torch.int64
+        assert lse.is_contiguous() and lse.shape[2] == q.shape[2] + -q.shape[2] % 32
+        rows = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+        seen = seen_keys(q, k, v, mask, causal)
+        p, _ = probabilities(rows[1], rows[2], scale, seen, lse[..., : q.shape[2]])
+        grads = gradients(p, *rows, scale)
+        return *(x.transpose(1, 2) for x in grads), None
+
+    library.impl("_scaled_dot_product_efficient_attention", fwd, "CPU")
+    library.impl("_scaled_dot_product_efficient_attention_backward", bwd, "CPU")

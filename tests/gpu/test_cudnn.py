@@ -23,6 +23,7 @@ from tests.gpu.compare import (
 )
 from wf_backends.kernels import TileGrad
 from wf_backends.kernels.merge import Operators
+from wf_backends.kernels.protocol import FLASH_DTYPES
 from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.kernels.sdpa_cuda import (
     CUDNN,
@@ -201,7 +202,7 @@ def cudnn_or_skip(q: Tensor, k: Tensor, band: Band) -> Operators:
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", HEAD_COUNTS, ids=str)
 @pytest.mark.parametrize("tile", CUDNN_TILES, ids=str)
-@pytest.mark.parametrize("dtype", GPU_TOLERANCES, ids=str)
+@pytest.mark.parametrize("dtype", FLASH_DTYPES, ids=str)
 def test_every_tile_of_cudnn_on_a_gpu_is_exact_up_to_rounding(dtype, tile, heads):
     errors = tile_errors(SdpaKernel(cudnn_or_skip), tile, heads, dtype=dtype, device="cuda")
     assert largest(errors) < GPU_TOLERANCES[dtype]

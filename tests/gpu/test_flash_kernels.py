@@ -20,6 +20,7 @@ from wf_backends.kernels.flash import FlashKernel, flash_attn_2, flash_attn_3
 from wf_backends.kernels.merge import Operators
 from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.kernels.sdpa_cuda import FLASH, cuda_backward, cuda_forward
+from wf_backends.kernels.sdpa_masked import EFFICIENT, masked_operators
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
 TILES = [
@@ -70,10 +71,18 @@ def emulate_torch_flash(request, monkeypatch) -> Kernel:
     return SdpaKernel(lambda q, k, band: FLASH)
 
 
+def emulate_torch_efficient(request, monkeypatch) -> Kernel:
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    emulation.register_torch_efficient(library)
+    request.addfinalizer(library._destroy)
+    return SdpaKernel(lambda q, k, band: masked_operators("efficient", EFFICIENT))
+
+
 EMULATIONS: dict[str, Callable[..., Kernel]] = {
     "flash-attn 2": emulate_flash_attn_2,
     "flash-attn 3": emulate_flash_attn_3,
     "torch": emulate_torch_flash,
+    "torch, float32": emulate_torch_efficient,
 }
 
 

@@ -59,11 +59,11 @@ def test_sdpa_refuses_grouped_key_heads_on_a_cpu_before_torch_2_9(monkeypatch):
     assert SdpaKernel().refuses(replace(CPU, kv_heads=2)) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_auto_is_reference_on_cuda_for_wide_floats(dtype):
-    spec = replace(CUDA, dtype=dtype)
+def test_auto_on_cuda_is_reference_in_float64_and_sdpa_in_float32():
+    spec = replace(CUDA, dtype=torch.float64)
     assert select("auto", spec).name == "reference"
     assert all(KERNELS[name]().refuses(spec) for name in ("flash", "sdpa"))
+    assert select("auto", replace(CUDA, dtype=torch.float32)).name == "sdpa"
 
 
 @pytest.mark.parametrize("device, dtype", [("mps", torch.float32), ("cpu", torch.float8_e4m3fn)])
@@ -89,9 +89,10 @@ def test_auto_is_flash_on_cuda_where_it_is_installed(version, flash_attn_version
         ({}, True, "flash"),
         ({"softcap": True}, False, "flash"),
         ({"head_dim": 256}, False, "flash"),
-        ({"dtype": torch.float32}, False, "reference"),
+        ({"dtype": torch.float32}, False, "sdpa"),
+        ({"dtype": torch.float64}, False, "reference"),
     ],
-    ids=["flash-attn 2", "flash-attn 3", "soft cap", "wide heads", "float32"],
+    ids=["flash-attn 2", "flash-attn 3", "soft cap", "wide heads", "float32", "float64"],
 )
 def test_auto_is_sdpa_on_a_hopper_where_cudnn_is_faster_than_the_installed_flash_attn(
     changes, has_flash_3, expected, flash_attn_version, monkeypatch
@@ -153,7 +154,7 @@ def test_a_kernel_can_be_selected_by_name(name, runs):
         ("flash", replace(CUDA, dtype=torch.float32), "torch.bfloat16 and torch.float16, got"),
         ("flash", replace(CUDA, head_dim=512), "head_dim must be a multiple of 8 up to 256"),
         ("flash", CUDA, 'not installed; type: pip install "flash-attn>=2.7"'),
-        ("sdpa", replace(CUDA, dtype=torch.float64), "on cuda take torch.bfloat16, torch.float16"),
+        ("sdpa", replace(CUDA, dtype=torch.float64), "on cuda take torch.float32, torch.bfloat16"),
         ("sdpa", replace(CUDA, head_dim=12), "head_dim must be a multiple of 8 up to 256, got 12"),
         (
             "sdpa",

@@ -32,8 +32,8 @@ from wf_backends.schedule import Band
 
 DIGIT_BASE = 256
 NUM_TERMS = 3  # digits of a distance, and numbers that add up to a slope
-EXTRA_DIMS = {torch.float64: 1, torch.float32: 1, torch.bfloat16: 16}
-"""For bfloat16 NUM_TERMS x NUM_TERMS, then zeros up to a multiple of 8, as flash kernels need."""
+EXTRA_DIMS = {torch.float64: 1, torch.float32: 8, torch.bfloat16: 16}
+"""1, or for bfloat16 NUM_TERMS x NUM_TERMS, and zeros up to a multiple of 8, as kernels need."""
 
 
 class AlibiKernel:
@@ -93,13 +93,12 @@ def _append_distances(q: Tensor, k: Tensor, scores: Scores) -> tuple[Tensor, Ten
 
 def _factors(weights: Tensor, distances: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Factors A (h, n) and B (j, n) in `dtype` with A B^T = weights (h, 1) distances (1, j)."""
-    if EXTRA_DIMS[dtype] == 1:
-        return weights[:, None].to(dtype), distances[:, None].to(dtype)
-    terms: list[Tensor] = []
-    digits: list[Tensor] = []
-    for exponent in range(NUM_TERMS):
-        terms += _as_sum(weights * DIGIT_BASE**exponent, dtype)
-        digits += [distances // DIGIT_BASE**exponent % DIGIT_BASE] * NUM_TERMS
+    terms, digits = [weights.to(dtype)], [distances]
+    if dtype == torch.bfloat16:
+        terms, digits = [], []
+        for exponent in range(NUM_TERMS):
+            terms += _as_sum(weights * DIGIT_BASE**exponent, dtype)
+            digits += [distances // DIGIT_BASE**exponent % DIGIT_BASE] * NUM_TERMS
     zeros = EXTRA_DIMS[dtype] - len(terms)
     head_factors, key_factors = torch.stack(terms, -1), torch.stack(digits, -1).to(dtype)
     return pad(head_factors, (0, zeros)), pad(key_factors, (0, zeros))

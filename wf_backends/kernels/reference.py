@@ -22,6 +22,8 @@ from wf_backends.schedule import Band
 
 BLOCK_SCORES = 1 << 22
 """Scores in a block of rows (at least one row): 16 MiB in float32."""
+CUDA_BLOCKS = 8
+"""Blocks of this size that a GPU computes at once: its kernels are launched less often."""
 
 
 def band_mask(rows: int, keys: int, band: Band, device: torch.device) -> Tensor:
@@ -81,10 +83,10 @@ def _to_compute_dtype(*tensors: Tensor) -> list[Tensor]:
 
 
 def _blocks(q: Tensor, k: Tensor, band: Band) -> tuple[SubTile, ...]:
-    """The tile as blocks of rows with at most BLOCK_SCORES scores."""
+    """The tile as blocks of rows, with at most BLOCK_SCORES scores on a CPU."""
     batch, rows, heads, _ = q.shape
-    keys = k.shape[1]
-    return row_blocks(rows, keys, band, max(1, BLOCK_SCORES // max(1, batch * heads * keys)))
+    keys, scores = k.shape[1], BLOCK_SCORES * (CUDA_BLOCKS if q.is_cuda else 1)
+    return row_blocks(rows, keys, band, max(1, scores // max(1, batch * heads * keys)))
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
