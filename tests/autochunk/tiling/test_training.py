@@ -56,6 +56,13 @@ def test_mlps_and_loss_are_tiled(full_plan: TrainingPlan) -> None:
     assert "not tiled: Attention, aten.scaled_dot_product_attention" in text
 
 
+def test_mlps_are_tiled_by_a_plan_made_under_autocast() -> None:
+    """Autocast casts a weight once: the first rows that are compared alone have that operator."""
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = plan_of(build_decoder().float(), max_slowdown=1.0)
+    assert planned_modules(plan) == ["head", "mlp.0", "mlp.1"]
+
+
 def test_mlps_of_frozen_weights_are_tiled() -> None:
     model = build_decoder()
     for linear in model.mlp.modules():

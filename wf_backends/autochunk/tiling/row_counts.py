@@ -70,6 +70,7 @@ def _compare(
 
 
 def _operators(call: CallInTiles, tensors: Sequence[Tensor], rows: int) -> list[tuple[Any, ...]]:
+    torch.clear_autocast_cache()  # else autocast casts the weights for the first rows only
     with _Operators() as operators:
         call.run(call.tile(tensors, 0, rows))
     return operators.calls
