@@ -40,10 +40,7 @@ class Attention(NamedTuple):
 
 
 class MaskedTiles:
-    """Computes the sub-tiles of `split_causal`; blocks of a window of the same shape share a mask.
-
-    See Kernel.forward and Kernel.backward.
-    """
+    """Kernel.forward and Kernel.backward for the sub-tiles of one tile, which share masks."""
 
     def __init__(self, attention: Attention) -> None:
         self._attention, self._make_mask = attention, cache(additive_mask)
@@ -77,7 +74,7 @@ class MaskedTiles:
 
 
 def masked_operators(name: str, attention: Attention) -> Operators:
-    """The operators for one tile, whose sub-tiles share masks."""
+    """The operators for one tile."""
     tiles = MaskedTiles(attention)
     return Operators(name, split_causal, tiles.forward, tiles.backward)
 
@@ -85,8 +82,7 @@ def masked_operators(name: str, attention: Attention) -> Operators:
 def additive_mask(
     rows: int, keys: int, band: Band, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """(1, 1, rows, keys): 0 where the row sees the key, -inf elsewhere. Its rows begin at multiples
-    of MASK_MULTIPLE elements."""
+    """(1, 1, rows, keys): 0 where the row sees the key, else -inf; MASK_MULTIPLE holds."""
     seen = band_mask(rows, keys, band, device)
     columns = keys + -keys % MASK_MULTIPLE
     mask = torch.zeros(1, 1, rows, columns, dtype=dtype, device=device)[..., :keys]
