@@ -66,6 +66,12 @@ def test_auto_on_cuda_is_reference_in_float64_and_sdpa_in_float32():
     assert select("auto", replace(CUDA, dtype=torch.float32)).name == "sdpa"
 
 
+def test_auto_on_rocm_is_reference_in_float32(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert select("auto", replace(CUDA, dtype=torch.float32)).name == "reference"
+    assert select("auto", CUDA).name == "sdpa"
+
+
 @pytest.mark.parametrize("device, dtype", [("mps", torch.float32), ("cpu", torch.float8_e4m3fn)])
 def test_auto_is_reference_where_torch_has_no_flash_kernel(device, dtype):
     spec = replace(CPU, device=device, dtype=dtype)

@@ -83,6 +83,8 @@ class SdpaKernel(SplitKernel):
         if refusal := lacks(spec, "torch's flash kernels"):
             return refusal
         if spec.device == "cuda":
+            if spec.dtype == torch.float32 and torch.version.hip:
+                return "torch's memory-efficient kernel has not been tried on ROCm"
             return flash_refuses(spec)
         if spec.kv_heads == spec.heads or torch_release() >= _MIN_RELEASE_FOR_GQA_ON_CPU:
             return None
