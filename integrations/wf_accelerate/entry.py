@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from wf_accelerate.trl_trainers import TrlTrainer
 from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends._compile import eager
 from wf_backends.comm import own_group
 from wf_backends.launch import settle_at_exit
 from wf_transformers import (
@@ -25,6 +29,7 @@ from wf_transformers import (
     gathered_once,
     inner_loss_counted_once,
     loss_only,
+    outermost,
     refuse_different,
     temporarily_replace,
 )
@@ -110,7 +115,37 @@ def _connect(
     with handle.removed_on_error():
         add_hooks(handle)
         handle.undo.enter_context(counted_by_group(accelerator, lambda: sp.size))
+        if sp.size > 1:
+            _AveragedGradients(model, handle)
     return handle
+
+
+class _AveragedGradients:
+    """Refuses steps of optimizers inside DDP's `no_sync()`: with gradients of this rank alone."""
+
+    def __init__(self, model: nn.Module, handle: Handle) -> None:
+        self._model, self._wrapper = model, None
+        handle.hooks(
+            model.register_forward_pre_hook(self._before),
+            register_optimizer_step_pre_hook(self._refuse),
+        )
+
+    @eager
+    def _before(self, *_: Any) -> None:
+        ddp: Any = DistributedDataParallel._active_ddp_module
+        self._wrapper = None if ddp is None else ref(ddp)  # copies of the model do not copy it
+
+    def _refuse(self, optimizer: Any, *_: Any) -> None:
+        ddp = None if self._wrapper is None else self._wrapper()
+        if getattr(ddp, "require_backward_grad_sync", True):
+            return
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not stepped.isdisjoint(map(id, self._model.parameters())):
+            raise NotImplementedError(
+                "a step of an optimizer inside no_sync() of DDP, as accelerate's LocalSGD makes: "
+                "gradients are not averaged, and a rank's own are of its tokens only. Leave "
+                "LocalSGD out, or make the step outside of no_sync()"
+            )
 
 
 def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False) -> Handle:
@@ -124,6 +159,7 @@ def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False
             when it trains, or replicates its model over the GPUs of one process.
     """
     _refuse_trainer(trainer)
+    _refuse_hidden_logits(trainer, whole_logits)
     trl = TrlTrainer(trainer) if makes_log_probabilities(trainer) else None
     rollout = _evaluation_rollout(trainer)  # before the model is attached
     handle = _connect(trainer.model, trainer.accelerator, config, whole_logits, trl)
@@ -156,6 +192,16 @@ def _refuse_trainer(trainer: Trainer) -> None:
         )
     if not isinstance(trainer.model, nn.Module):
         raise ValueError(f"the Trainer has no model, got {type(trainer.model)}")
+
+
+def _refuse_hidden_logits(trainer: Trainer, whole_logits: bool) -> None:
+    """Refuse TRL's SFTTrainer without a fused head: its accuracies are made of logits."""
+    is_sft = type(trainer).compute_loss.__module__ == "trl.trainer.sft_trainer"
+    if is_sft and not (whole_logits or any(map(has_fused_head, outermost(trainer.model)))):
+        raise ValueError(
+            f"{type(trainer).__name__} of this TRL uses the logits of its training calls: say "
+            "connect_trainer(..., whole_logits=True), which needs the memory of one device"
+        )
 
 
 def _evaluation_rollout(trainer: Trainer) -> Rollout | None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 from torch.nn.functional import cross_entropy
@@ -177,7 +178,14 @@ def train_in_a_loop(case: Case, folder: str) -> Result:
         steps.append([float(accelerator.gather(loss.detach()).mean()), float(norm)])
         valid = int((batch["labels"] != -100).sum())
         num_labels += accelerator.gather_for_metrics([valid], use_gather_object=True)
-    return {"steps": steps, "num_labels": num_labels}
+    result: Result = {"steps": steps, "num_labels": num_labels}
+    if case["scenario"] == "ddp":
+        with LocalSGD(accelerator, prepared_model, local_sgd_steps=2):
+            try:
+                optimizer.step()
+            except NotImplementedError as error:
+                result["refused"] = str(error)
+    return result
 
 
 SCENARIOS = {"ddp": train_in_a_loop, "fsdp": train_in_a_loop, "resumed": resume}

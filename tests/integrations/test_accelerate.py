@@ -151,6 +151,13 @@ def test_a_loop_trains_as_without_wallfacer(name: str, results: tuple[Results, R
     assert actual["num_labels"] == expected["num_labels"]
 
 
+@pytest.mark.parametrize("name", ["ddp"])
+def test_a_step_of_local_sgd_is_refused(name: str, results: tuple[Results, Results]) -> None:
+    """Its gradients are not averaged, and a rank's own are of its tokens only."""
+    actual, expected = (result[name] for result in results)
+    assert "Leave LocalSGD out" in actual["refused"] and "refused" not in expected
+
+
 def test_the_example_trains_alike_on_one_and_on_four_ranks(tmp_path: Path) -> None:
     script = [str(ROOT / "examples" / "trainer.py"), "--steps", "2", "--seq-len", "256"]
     losses = []

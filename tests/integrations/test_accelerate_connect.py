@@ -30,7 +30,9 @@ from transformers import (  # noqa: E402
 import wf_accelerate  # noqa: E402
 from tests.integrations.deepspeed_jobs import VOCABULARY, tiny_llama  # noqa: E402
 from tests.integrations.transformers_models import batch  # noqa: E402
+from tests.integrations.trl_jobs import number_tokenizer  # noqa: E402
 from wf_transformers import Handle  # noqa: E402
+from wf_transformers.whole_batches.custom_loss import has_fused_head  # noqa: E402
 
 
 def test_connect_gives_the_handle_of_the_model() -> None:
@@ -237,4 +239,17 @@ def test_generating_under_fsdp_is_refused(tmp_path: Path) -> None:
     trainer = generating_trainer(tmp_path)
     trainer.is_fsdp_enabled = True
     with pytest.raises(NotImplementedError, match="predict_with_generate=True under FSDP"):
+        wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1})
+
+
+def test_an_sft_trainer_that_uses_logits_is_told_at_once_how_to_get_them(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="TRL is not installed", exc_type=ImportError)
+    datasets = pytest.importorskip("datasets", reason="TRL needs it", exc_type=ImportError)
+    samples = datasets.Dataset.from_list([{"input_ids": [3, 4, 5]}])
+    options = {"train_dataset": samples, "processing_class": number_tokenizer()}
+    arguments = trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
+    trainer = trl.SFTTrainer(tiny_llama(), arguments, **options)
+    if has_fused_head(trainer.model):
+        pytest.skip("this TRL has a fused head")
+    with pytest.raises(ValueError, match="whole_logits=True"):
         wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1})
