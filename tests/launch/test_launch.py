@@ -134,6 +134,24 @@ def test_a_rank_0_that_ends_while_others_are_awaited_is_named():
         rendezvous.meet(store, place, timeout=20)
 
 
+def test_a_rank_0_that_gave_up_first_counts_as_one_that_did_not_come(monkeypatch):
+    """Its store is gone when this rank asks it who is missing."""
+    stores_of_rank_0 = [dist.TCPStore("127.0.0.1", 0, is_master=True)]
+    port = stores_of_rank_0[0].port
+    store = dist.TCPStore("127.0.0.1", port)
+
+    def give_up_both(*_: Any) -> dist.Store:
+        stores_of_rank_0.clear()
+        raise dist.DistStoreError("wait timeout")
+
+    monkeypatch.setattr(rendezvous, "_join_rank_0", give_up_both)
+    place = Place("slurm", 1, 3, address="127.0.0.1", port=port)
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 of 3 .* waited 20 s at .*: ranks \[0\] did not"
+    ):
+        rendezvous.meet(store, place, timeout=20)
+
+
 def test_ranks_that_do_not_come_are_named(set_environ):
     port = free_port()
     set_environ(RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

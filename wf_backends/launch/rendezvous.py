@@ -122,8 +122,7 @@ def meet(store: Store, place: Place, timeout: float) -> tuple[Store, Place]:
     try:
         store = in_time(lambda: join(store, place, keys, timeout), timeout + GRACE_S)
     except dist.DistStoreError as error:
-        part = _part(store, store.get(ATTEMPT).decode()) if store.check([ATTEMPT]) else None
-        late = [rank for rank, key in enumerate(keys) if part and not part.check([key])] or [0]
+        late = _late_ranks(store, keys)
         raise RuntimeError(
             f"{me} waited {timeout:g} s at {place.address}:{place.port}: ranks {late} did not come"
         ) from error
@@ -142,6 +141,15 @@ def meet(store: Store, place: Place, timeout: float) -> tuple[Store, Place]:
     if place.local_rank is None or place.local_size is None:  # reads P keys on each of P ranks
         place = with_local(place, [store.get(key).decode().split(" ", 3)[3] for key in keys])
     return store, place
+
+
+def _late_ranks(store: Store, keys: list[str]) -> list[int]:
+    """The ranks that have not come; [0] if none is missing, or rank 0 has ended with its store."""
+    try:
+        part = _part(store, store.get(ATTEMPT).decode()) if store.check([ATTEMPT]) else None
+        return [rank for rank, key in enumerate(keys) if part and not part.check([key])] or [0]
+    except RuntimeError:
+        return [0]
 
 
 def _part(store: Store, attempt: str) -> Store:
