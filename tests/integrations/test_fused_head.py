@@ -18,9 +18,11 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # noqa: E402
 from transformers.utils import ModelOutput  # noqa: E402
 
 from tests.helpers import run_threads  # noqa: E402
+from tests.integrations import families  # noqa: E402
 from tests.integrations.mean_gradients import assert_mean_gradients  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
     batch,
@@ -54,6 +56,7 @@ class FusedOutput(ModelOutput):
     entropy: Any = None
     is_top1: Any = None
     label_mask: Any = None
+    aux_loss: Any = None
 
 
 def with_fused_head(model: Any) -> Any:
@@ -71,7 +74,10 @@ def with_fused_head(model: Any) -> Any:
     ) -> Any:
         if not fused_lm_head:
             return original(*args, labels=labels, **kwargs)
-        hidden = self.base_model(*args, **kwargs).last_hidden_state
+        if getattr(self.config, "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", True)
+        inner = self.base_model(*args, **kwargs)
+        hidden = inner.last_hidden_state
         if shift_labels is None:
             hidden, shift_labels = hidden[:, :-1], labels[:, 1:]
         mask = shift_labels != IGNORED
@@ -80,7 +86,12 @@ def with_fused_head(model: Any) -> Any:
         log_probs = log_softmax.gather(-1, targets).squeeze(-1).masked_fill(~mask, 0)
         is_top1 = (log_softmax.argmax(-1) == shift_labels) & mask
         loss = -log_probs.sum() / mask.sum().clamp(min=1)
-        return FusedOutput(loss=loss, log_probs=log_probs, is_top1=is_top1, label_mask=mask)
+        output = FusedOutput(loss=loss, log_probs=log_probs, is_top1=is_top1, label_mask=mask)
+        if kwargs.get("output_router_logits"):
+            experts = self.num_experts, self.num_experts_per_tok
+            output["aux_loss"] = load_balancing_loss_func(inner.router_logits, *experts)
+            output["loss"] = loss + self.router_aux_loss_coef * output.aux_loss
+        return output
 
     model.forward = MethodType(forward, model)
     return model
@@ -160,6 +171,24 @@ def test_every_rank_has_the_values_of_all_tokens_and_gradients_are_those_of_one_
         assert torch.equal(fields["is_top1"], expected["is_top1"])
         assert (fields["log_probs"] - expected["log_probs"]).abs().max() < 1e-6
         assert fields["loss"].item() == pytest.approx(expected["loss"].item(), rel=1e-7)
+    assert_mean_gradients([grads for _, grads in results], expected_grads)
+
+
+def test_a_mixture_of_experts_has_the_routers_loss_of_all_tokens() -> None:
+    """TRL's trainers add it to their loss; with a fused head no logits are in the output."""
+    routers = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+    reference = with_fused_head(families.build(families.FAMILIES["mixtral"], **routers))
+    expected, expected_grads = run_fused(reference, loss_of_output, PLAIN)
+
+    def rank(comm: Any) -> Result:
+        model = with_fused_head(families.build(families.FAMILIES["mixtral"], **routers))
+        WholeBatchHooks(model, attach(model, sequence_parallel(comm)))
+        return run_fused(model, loss_of_output, PLAIN)
+
+    results = run_threads(2, rank)
+    for fields, _ in results:
+        for name in ("aux_loss", "loss"):
+            assert fields[name].item() == pytest.approx(expected[name].item(), rel=1e-6), name
     assert_mean_gradients([grads for _, grads in results], expected_grads)
 
 

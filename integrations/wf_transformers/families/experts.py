@@ -87,11 +87,13 @@ class RouterLoss:
     def __init__(self, model: PreTrainedModel, handle: Handle) -> None:
         self._handle, self._names = handle, parameter_names(model)
         self._counted: Tensor | None = None
+        self._routers: Any = None  # their logits in the running call
         self._labelled = False
         inner: nn.Module = model.base_model
         handle.hooks(
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             inner.register_forward_pre_hook(self._before_inner, with_kwargs=True),
+            inner.register_forward_hook(self._after_inner),
             model.register_forward_hook(self._after),
             model.register_forward_hook(self._leave, always_call=True),
         )
@@ -109,15 +111,19 @@ class RouterLoss:
     def _before_inner(self, _: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         return args, kwargs | {ROUTER_LOGITS: True} if self._counted is not None else kwargs
 
+    def _after_inner(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        self._routers = getattr(output, ROUTER_LOGITS.removeprefix("output_"), None)
+
     @eager
     def _after(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
         if self._counted is None:
             return None
         if not isinstance(output, ModelOutput):
             raise NotImplementedError(f"return_dict=False beside {ROUTER_LOGITS}: leave it out")
-        sp, counted = self._handle.sp, self._counted.to(output["logits"].device)
+        device = next(x.device for x in output.values() if isinstance(x, Tensor))
+        sp, counted = self._handle.sp, self._counted.to(device)
         share = load_balancing_loss(
-            sp, output["router_logits"], model.num_experts, model.num_experts_per_tok, counted
+            sp, self._routers, model.num_experts, model.num_experts_per_tok, counted
         )
         loss = share + (sp.size - 1) * (share - share.detach())
         output["aux_loss"] = loss
@@ -127,4 +133,4 @@ class RouterLoss:
         return output
 
     def _leave(self, *_: Any) -> None:
-        self._counted = None
+        self._counted = self._routers = None

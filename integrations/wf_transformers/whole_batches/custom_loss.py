@@ -123,7 +123,10 @@ def has_fused_head(model: nn.Module) -> bool:
 
 
 def fused_fields(
-    output: Mapping[str, Any], num_items: Tensor | int | None, gather: Callable[[Tensor], Tensor]
+    output: Mapping[str, Any],
+    num_items: Tensor | int | None,
+    gather: Callable[[Tensor], Tensor],
+    aux_loss: Tensor | float = 0.0,
 ) -> dict[str, Tensor]:
     """The output fields of the whole batch, (b, S - 1) as on one device, and the loss.
 
@@ -131,6 +134,7 @@ def fused_fields(
         output: fields of this rank's tokens, (b, s).
         num_items: the divisor of the loss; None: the number of tokens with a label.
         gather: (b, s) -> (b, S), on every rank of the group.
+        aux_loss: what routers of experts add to the loss.
     """
     fields = {
         key: gather(value)[:, :-1]  # the last token has no target
@@ -139,4 +143,5 @@ def fused_fields(
     }
     if num_items is None:
         num_items = fields["label_mask"].sum().clamp(min=1)
-    return fields | {"loss": -fields["log_probs"].sum() / num_items}
+    fields["loss"] = -fields["log_probs"].sum() / num_items + aux_loss
+    return fields | {key: output[key] for key in ("aux_loss",) if key in output}

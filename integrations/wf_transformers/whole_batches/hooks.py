@@ -243,8 +243,8 @@ class WholeBatchHooks:
         if call.custom_loss:
             return self._checked_output(model, output)
         if call.fused_head:
-            gather = partial(self._whole, call=call)
-            return type(output)(**fused_fields(output, call.num_items, gather))
+            gather, aux_loss = partial(self._whole, call=call), router_loss(model, output)
+            return type(output)(**fused_fields(output, call.num_items, gather, aux_loss))
         logits = logits_of(model, output, seqlen_of(call.local))
         fields = dict(output)
         if call.local.get("labels") is not None:
