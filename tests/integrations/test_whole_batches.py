@@ -31,6 +31,7 @@ from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_transformers import (  # noqa: E402
     WholeBatchHooks,
     attach,
+    compared_first,
     counted_once,
     inner_loss_counted_once,
     loss_only,
@@ -59,6 +60,24 @@ def test_logits_without_labels_are_whole_and_pass_gradients() -> None:
     for logits, _ in results:
         assert (logits - expected).abs().max() < 1e-9
     assert_mean_gradients([grads for _, grads in results], gradients(reference))
+
+
+@pytest.mark.parametrize("evaluated", [None, [1]])
+def test_evaluations_that_generate_are_refused_before_the_first_step(evaluated: Any) -> None:
+    """Of a Trainer with DeepSpeed's block; without a dataset it trains."""
+    model = tiny_llama()
+    WholeBatchHooks(model, attach(model, one_rank(), verify=False))
+    arguments = SimpleNamespace(predict_with_generate=True)
+    trainer = SimpleNamespace(args=arguments, eval_dataset=evaluated)
+
+    def step(*_: Any) -> str:
+        return "trained"
+
+    if evaluated is None:
+        assert compared_first(trainer, step, model, {}) == "trained"
+        return
+    with pytest.raises(NotImplementedError, match="predict_with_generate=True with DeepSpeed"):
+        compared_first(trainer, step, model, {})
 
 
 def prediction_step(model: Any, inputs: dict[str, Any], prediction_loss_only: bool) -> Any:

@@ -82,6 +82,7 @@ def compared_first(
 ) -> Any:
     """Replaces the Trainer's `training_step`: compares the loss before the first step."""
     hooks = _hooks_on(model)
+    _refuse_generating(trainer, hooks)
     if hooks is not None and hooks.compares_first and hooks.handle.awaits_first:
         counts_labels = (args[0] if args else kwargs.get(NUM_ITEMS)) is not None
         with _restored_counts(trainer):
@@ -89,6 +90,17 @@ def compared_first(
             loss = partial(_loss, trainer, hooks, counts_labels)
             hooks.handle.compare_first(batch, call=loss)
     return original(model, inputs, *args, **kwargs)
+
+
+def _refuse_generating(trainer: Any, hooks: WholeBatchHooks | None) -> None:
+    """Refuse evaluations that generate with a model whose `generate` was not replaced."""
+    generates = getattr(trainer.args, "predict_with_generate", False)
+    evaluates = getattr(trainer, "eval_dataset", None) is not None
+    if generates and evaluates and hooks is not None and "generate" not in vars(hooks.model):
+        raise NotImplementedError(
+            "predict_with_generate=True with DeepSpeed's block: a KV cache cannot be spread over "
+            "ranks, so that the first evaluation would fail; leave it out, or eval_dataset"
+        )
 
 
 def _loss(
