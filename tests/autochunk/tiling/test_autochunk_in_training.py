@@ -54,6 +54,15 @@ def test_module_with_two_names_is_tiled_once(model: Decoder) -> None:
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-9, atol=1e-12)
 
 
+def test_slowdown_counts_all_calls_of_a_module(model: Decoder) -> None:
+    both = plan_training(model, kwargs=make_batch(), max_slowdown=1.0)
+    model.mlp[1] = model.mlp[0]
+    twice = plan_training(model, kwargs=make_batch(), max_slowdown=1.0)
+    assert twice.slowdown == pytest.approx(both.slowdown)
+    once = plan_training(model, kwargs=make_batch(), max_slowdown=0.75 * twice.slowdown)
+    assert [tiles.module for tiles in once.tiles] == ["head"]
+
+
 def test_remove_restores_the_model(model: Decoder, plan: TrainingPlan) -> None:
     model.remove()
     assert tiled_modules(model) == [] and not hasattr(model, "plan")

@@ -172,6 +172,11 @@ class _Search:
             self.groups.insert(0, [head])
         self.refused = tuple({c.class_name: c.reason for c in refused}.items())
         self._rows = {c.module: c.rows for group in self.groups for c in group}
+        self._costs = dict.fromkeys(self._rows, 0.0)  # of all calls of a module
+        for group in self.groups:
+            cost = self._slowdown(group[0])
+            for c in group:
+                self._costs[c.module] += cost
 
     def peak(self, tiles: Sequence[Tiles]) -> int:
         """The peak bytes of a step with these tiles.
@@ -187,15 +192,16 @@ class _Search:
         self, plan: TrainingPlan, group: Sequence[Candidate], max_slowdown: float
     ) -> TrainingPlan:
         """The plan with as many of `group` as the slowdown allows; `plan` if that saves nothing."""
-        cost, count = self._slowdown(group[0]), len(group)
-        if cost > 0:
-            count = min(count, int((max_slowdown - plan.slowdown) / cost + 1e-9))
-        if count < 1:
-            return plan
+        slowdown, added = plan.slowdown, dict[str, Tiles]()
         tiled = {tiles.module for tiles in plan.tiles}
-        new = (c for c in group[:count] if c.module not in tiled)
-        added = {c.module: Tiles(c.module, c.dim, _tile_count(c), c.loss) for c in new}
-        tiles = (*plan.tiles, *added.values())  # once for a module that is called several times
+        for c in group:
+            longer = slowdown + self._costs[c.module]
+            if c.module not in tiled | added.keys() and longer <= max_slowdown + 1e-9:
+                added[c.module] = Tiles(c.module, c.dim, _tile_count(c), c.loss)
+                slowdown = longer
+        if not added:
+            return plan
+        tiles = (*plan.tiles, *added.values())
         try:
             peak = self.peak(tiles)
         except (CaptureError, NotImplementedError) as error:  # e.g. an argument counts the rows
@@ -203,7 +209,7 @@ class _Search:
             return replace(plan, refused=(*plan.refused, (group[0].class_name, reason)))
         if peak >= plan.peak:
             return plan
-        return replace(plan, tiles=tiles, peak=peak, slowdown=plan.slowdown + count * cost)
+        return replace(plan, tiles=tiles, peak=peak, slowdown=slowdown)
 
     def finer(self, plan: TrainingPlan) -> TrainingPlan | None:
         """The plan with twice as many tiles; None if that saves less than 1 %, or does not run."""
