@@ -26,9 +26,17 @@ def test_the_budget_fits_80_columns(wallfacer, llama: str) -> None:
     assert code == 0, err
     budget = out[out.index("A rank's memory in training") :]
     assert max(len(line) for line in budget.splitlines() if line[0] in "┏┃┡│└") <= 80
-    for text in ("optimizer states", "Activations of a rank's 8,192 tokens", "fits 80.0 GiB"):
+    for text in ("optimizer states", "fits 80.0 GiB"):
         assert text in budget
     assert "ring" in budget.split("by forward route")[1]
+
+
+def test_the_title_says_whether_layers_were_counted_or_formulas_used(wallfacer, llama: str) -> None:
+    """Layers with other heads than the model's are not there to be counted."""
+    args = ("plan", "--model", llama, "--memory-gib", "80", *ON_EIGHT)
+    title = "Activations of a rank's 8,192 tokens, "
+    assert f"{title}counted in the model's layers: GiB" in wallfacer(*args)[1]
+    assert f"{title}by formulas for Llama's layers: GiB" in wallfacer(*args, "--heads", "32")[1]
 
 
 def test_the_budget_as_json_is_in_bytes(wallfacer_json, llama: str) -> None:

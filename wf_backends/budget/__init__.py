@@ -2,7 +2,7 @@
 
 from wf_backends.budget.activations import Activations, Options
 from wf_backends.budget.budget import Training
-from wf_backends.budget.model import Decoder, Experts
+from wf_backends.budget.model import Decoder, Experts, Layer
 from wf_backends.budget.report import gib, report, tables
 from wf_backends.budget.states import STAGES, Buckets, States
 
@@ -11,6 +11,7 @@ __all__ = [
     "Buckets",
     "Decoder",
     "Experts",
+    "Layer",
     "Options",
     "STAGES",
     "States",

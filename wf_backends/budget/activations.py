@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wf_backends._validation import one_of
-from wf_backends.budget.model import Decoder
+from wf_backends.budget.model import Decoder, Layer
 
 CHECKPOINTS = ("none", "device", "host")
 FP32_BYTES = 4  # norms and the loss are computed in float32, or wider where the model is wider
@@ -72,26 +72,77 @@ def activations(
         attention_bytes: buffers of the attention's route, with the queries and incoming gradients
             of the rows that stay.
     """
+    kinds = model.kinds or (_llama_layer(model),)
     layer_input = model.hidden * model.itemsize * tokens
-    attention_saved = tokens * _attention_saved(model)
-    layer_saved = attention_saved + tokens * _mlp_saved(model, options)
-    residual_gradient = layer_input
-    attention = attention_saved + residual_gradient + attention_bytes
-    norm = attention_saved + tokens * _norm_backward(model)
-    mlp = max(layer_saved + _mlp_backward(model, tokens, options), norm)
+    layer_saved = sum(kind.count * _saved(kind, options) for kind in kinds) * tokens / model.layers
     loss = _loss(model, tokens, options)
     shared = tokens * (2 * model.itemsize * model.head_dim + TOKEN_BYTES)  # rotary cos and sin
     if options.checkpoints == "none":
         kept = shared + (model.layers - 1) * layer_saved
-        return Activations(kept, attention, mlp, layer_saved + loss, 0.0)
-    checkpoints = model.layers * layer_input
-    # In float32 a norm saves the layer's input itself, else a copy of it in float32.
-    recomputed_input = layer_input if model.itemsize < FP32_BYTES else 0.0
-    if options.checkpoints == "host":
-        extra = recomputed_input
-        return Activations(shared, attention + extra, mlp + extra, loss, checkpoints)
-    extra = recomputed_input - layer_input  # the checkpoints hold this layer's input, too
-    return Activations(shared + checkpoints, attention + extra, mlp + extra, loss, 0.0)
+        extras, host, loss = [0.0 for _ in kinds], 0.0, layer_saved + loss
+    else:
+        checkpoints = float(model.layers * layer_input)
+        on_host = options.checkpoints == "host"
+        kept, host = (shared, checkpoints) if on_host else (shared + checkpoints, 0.0)
+        # Checkpoints on the device hold the layer's input, too.
+        extras = [tokens * kind.recomputed - (0 if on_host else layer_input) for kind in kinds]
+    pairs = list(zip(kinds, extras, strict=True))
+    attention = max(tokens * kind.attention + extra for kind, extra in pairs) + attention_bytes
+    mlp = max(_mlp(model, kind, tokens, options) + extra for kind, extra in pairs)
+    return Activations(kept, attention, mlp, loss, host)
+
+
+def _saved(layer: Layer, options: Options) -> float:
+    """Bytes a token that a layer saves."""
+    return layer.saved - layer.mlp_saved if options.tile else layer.saved
+
+
+def _mlp(model: Decoder, layer: Layer, tokens: int, options: Options) -> float:
+    """Bytes of a layer at the peak of its backward, attention left out.
+
+    In tiles of t tokens: for the MLP e h n beyond the incoming gradient, which the tiles fill, what
+    t tokens save and need, and the gradient of one weight from a tile, or of all weights rounded
+    when the last tile is done.
+    """
+    weight_grad = model.itemsize * layer.largest_weight
+    mlp_backward = layer.mlp - layer.mlp_begin
+    if not options.tile:
+        mlp = tokens * layer.mlp_begin + max(tokens * mlp_backward, weight_grad)
+        return max(mlp, tokens * max(layer.before, layer.rest))
+    tile = min(options.tile, tokens) * (layer.mlp_saved + mlp_backward) + weight_grad
+    rounded = model.itemsize * layer.mlp_weights if model.itemsize < FP32_BYTES else 0
+    filled = layer.mlp_begin - layer.mlp_saved + model.itemsize * model.hidden
+    weight_grads = _weight_grad_sums(model, layer.mlp_weights, tokens, options)
+    mlp = tokens * filled + max(tile, rounded) + weight_grads
+    return max(mlp, tokens * max(layer.before - layer.mlp_saved, layer.rest))
+
+
+def _llama_layer(model: Decoder) -> Layer:
+    """A layer by formulas.
+
+    saved      norm + e a + 4 heads for attention, norm + 4 e i for the MLP; experts
+    backward   of the product 2 e i, or what experts need if that is more
+    """
+    e, experts = model.itemsize, model.experts
+    norm, gradient = _norm_saved(model), e * model.hidden
+    attention = norm + e * model.attention_width + _upcast_bytes(model) * model.heads
+    mlp_saved = 4 * e * model.intermediate + _experts_saved(model)
+    saved = attention + norm + mlp_saved
+    backward = max(2 * e * model.intermediate, _experts_backward(model))
+    expert_weight = 2 * experts.count * experts.width if experts else 0  # gate and up of all
+    return Layer(
+        count=model.layers,
+        mlp_weights=_mlp_weights(model),
+        largest_weight=model.hidden * max(model.intermediate, expert_weight),
+        saved=saved,
+        mlp_saved=mlp_saved,
+        attention=attention + gradient,
+        mlp_begin=saved + gradient,
+        mlp=saved + gradient + backward,
+        before=0.0,
+        rest=attention + _norm_backward(model),
+        recomputed=gradient if e < FP32_BYTES else 0.0,  # in float32 norms save the input itself
+    )
 
 
 def _upcast_bytes(model: Decoder) -> int:
@@ -109,43 +160,6 @@ def _norm_backward(model: Decoder) -> float:
     return (6 * _upcast_bytes(model) + model.itemsize) * model.hidden
 
 
-def _attention_saved(model: Decoder) -> float:
-    """Bytes a token: the norm before attention, q, k, v, out, and lse for each head.
-
-    norm + e a + 4 heads
-    """
-    qkv_and_out = model.itemsize * model.attention_width
-    return _norm_saved(model) + qkv_and_out + _upcast_bytes(model) * model.heads
-
-
-def _mlp_saved(model: Decoder, options: Options) -> float:
-    """Bytes a token: the norm before the MLP; gate, activated gate, up, their product: 4 e i."""
-    if options.tile:
-        return _norm_saved(model)
-    inner = 4 * model.itemsize * model.intermediate
-    return _norm_saved(model) + inner + _experts_saved(model)
-
-
-def _mlp_backward(model: Decoder, tokens: int, options: Options) -> float:
-    """Bytes beyond what is saved: e h n of the incoming gradient, and of the product's backward
-    2 e i n, or what experts need if that is more.
-
-    In tiles of t tokens: e h n once more for the gradient that the tiles fill, and 6 e i t with the
-    gradient of one weight from a tile, or all of these rounded when the last tile is done.
-    """
-    rows, product = model.hidden * tokens, 2 * model.intermediate
-    if not options.tile:
-        inner = max(model.itemsize * product * tokens, _experts_backward(model, tokens))
-        return model.itemsize * rows + inner
-    tile_tokens, weights = min(options.tile, tokens), _mlp_weights(model)
-    tile = model.itemsize * (3 * product * tile_tokens + model.hidden * model.intermediate)
-    experts = _experts_saved(model) * tile_tokens + _experts_backward(model, tile_tokens)
-    rounded = model.itemsize * weights if model.itemsize < FP32_BYTES else 0
-    at_once = max(tile, experts, rounded)
-    weight_grads = _weight_grad_sums(model, weights, tokens, options)
-    return 2 * model.itemsize * rows + at_once + weight_grads
-
-
 def _experts_saved(model: Decoder) -> float:
     """Bytes a token: c times its row, an MLP's tensors and the result; the router's choice.
 
@@ -158,18 +172,16 @@ def _experts_saved(model: Decoder) -> float:
     return rows + 40.0 * experts.chosen + 4 * experts.count + 4
 
 
-def _experts_backward(model: Decoder, tokens: int) -> float:
-    """Bytes beyond what is saved, the largest of three: results times the router's weights, three
-    such tensors in float32, 12 c h n; the backward of the product, e c (2 w - h) n; the gradient of
-    gate and up of all experts, when most of what was saved is freed, 2 e w (E h - c n).
+def _experts_backward(model: Decoder) -> float:
+    """Bytes a token beyond what is saved, the larger of: results times the router's weights, three
+    such tensors in float32, 12 c h; the backward of the product, e c (2 w - h).
     """
-    experts, e = model.experts, model.itemsize
+    experts = model.experts
     if experts is None:
         return 0.0
-    weighted = 3 * _upcast_bytes(model) * experts.chosen * model.hidden * tokens
-    product = e * experts.chosen * (2 * experts.width - model.hidden) * tokens
-    gradient = 2 * e * experts.width * (experts.count * model.hidden - experts.chosen * tokens)
-    return max(weighted, product, gradient)
+    weighted = 3 * _upcast_bytes(model) * model.hidden
+    product = model.itemsize * (2 * experts.width - model.hidden)
+    return float(experts.chosen * max(weighted, product))
 
 
 def _mlp_weights(model: Decoder) -> int:
@@ -186,7 +198,8 @@ def _weight_grad_sums(model: Decoder, weights: int, tokens: int, options: Option
 
 
 def _loss(model: Decoder, tokens: int, options: Options) -> float:
-    """Bytes of the last norm, the logits and their gradient, and probabilities in float32.
+    """Bytes of the last norm, the logits and their gradient, and probabilities in float32; or of
+    the backward of that norm if these are more.
 
     Logits in 16 bits are there in float32, too. Without tiles at most MAX_UPCAST_LOGITS elements of
     a tensor are in float32 at one time, with tiles all of a tile. With tiles there are also e h n,
@@ -199,4 +212,5 @@ def _loss(model: Decoder, tokens: int, options: Options) -> float:
     logits = 2 * model.itemsize * elements + upcast_tensors * _upcast_bytes(model) * upcast
     rows = model.itemsize * model.hidden * tokens if options.tile else 0
     head_grad = _weight_grad_sums(model, model.vocabulary * model.hidden, tokens, options)
-    return tokens * _norm_saved(model) + logits + rows + head_grad
+    last_norm = _norm_backward(model) if model.last_norm is None else model.last_norm
+    return max(tokens * _norm_saved(model) + logits + rows + head_grad, tokens * last_norm)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 from wf_backends._validation import positive
 
@@ -33,6 +32,37 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Layer:
+    """What a layer holds in training: bytes a token, but for its weights.
+
+    Parts of a backward: of the layer's end before the MLP, of the MLP, of attention, and the rest.
+    """
+
+    count: int
+    """Layers of this kind."""
+    mlp_weights: int
+    """Elements of the weights of the MLP, experts included."""
+    largest_weight: int
+    """Elements of the largest of these."""
+    saved: float
+    """From the forward to the backward."""
+    mlp_saved: float
+    """Of these, what the MLP saves besides its input."""
+    attention: float
+    """When the backward of attention begins, without the buffers of its route."""
+    mlp_begin: float
+    """When the backward of the MLP begins."""
+    mlp: float
+    """At the peak of the MLP's backward."""
+    before: float
+    """At the peak before it."""
+    rest: float
+    """At the peak after it, attention left out."""
+    recomputed: float
+    """The layer's input if it is not among `saved`, else 0."""
+
+
+@dataclass(frozen=True, slots=True)
 class Decoder:
     """A decoder like Llama, as its config describes it: gated MLPs, RMS norms.
 
@@ -57,9 +87,14 @@ class Decoder:
     experts: Experts | None = None
     value_dim: int | None = None
     """head_dim of the values; None = that of queries and keys."""
+    kinds: tuple[Layer, ...] = ()
+    """Its layers, as counted in the model; none: they are counted by formulas for Llama's."""
+    last_norm: float | None = None
+    """Bytes a token in the backward of the norm after the layers; None = those of Llama's."""
 
     def __post_init__(self) -> None:
-        allowed: dict[str, Any] = {"experts": self.experts, "value_dim": None}
+        allowed = {"experts": self.experts, "value_dim": None}
+        allowed |= {"kinds": self.kinds, "last_norm": self.last_norm}
         if self.experts:
             allowed["intermediate"] = 0
         for size in fields(self):

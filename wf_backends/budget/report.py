@@ -90,9 +90,14 @@ def tables(budget: Mapping[str, Any]) -> list[Table]:
         fits = dict(zip(stages, map(_thousands, choice["longest"]), strict=True))
         longest.append(options | fits | {"host GiB": gib(choice["longest_host_bytes"])})
     tokens, limit = f"{budget['tokens']:,} tokens", gib(budget["memory_bytes"])
+    counted = (
+        "counted in the model's layers"
+        if budget["model"]["kinds"]
+        else "by formulas for Llama's layers"
+    )
     return [
         Table("Parameters, gradients, optimizer: GiB", states, 1),
-        Table(f"Activations of a rank's {tokens}, in layers like Llama's: GiB", activations, 2),
+        Table(f"Activations of a rank's {tokens}, {counted}: GiB", activations, 2),
         Table(
             f"The longest sequence that fits {limit} GiB a rank: thousands of tokens", longest, 2
         ),

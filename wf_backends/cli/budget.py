@@ -24,18 +24,18 @@ def make_budget(
         priced: the request that the plans answer; its ranks may stand for more, those of `asked`.
     """
     workload, shape = asked.workload, asked.workload.shape
-    sizes = read_model(name, sizes=True)  # options override those of the heads
-    sizes |= {key: getattr(shape, key) for key in ("heads", "kv_heads", "head_dim", "value_dim")}
-    model = Decoder(**sizes, itemsize=shape.itemsize)
+    sizes, keys = read_model(name, shape.itemsize), ("heads", "kv_heads", "head_dim", "value_dim")
+    heads = {key: getattr(shape, key) for key in keys}  # options override the model's
+    uncounted = {} if heads.items() <= sizes.items() else {"kinds": (), "last_norm": None}
+    model = Decoder(**sizes | heads | uncounted)
     rows = priced.workload.seqlen / priced.topology.size * shape.batch
     bytes_per_row = plans[0].cost.memory_bytes / rows
     training = Training(model, asked.topology.size, bytes_per_row, shape.batch, data_parallel_size)
     budget = report(training, workload.seqlen, asked.memory_limit)
-    buffers: dict[str, float] = {}  # route -> bytes of the plan that needs least
-    for plan in plans:
-        route = plan.choice.forward.route["name"]
-        nbytes = plan.cost.memory_bytes / rows * budget["tokens"]
-        buffers[route] = min(nbytes, buffers.get(route, nbytes))
+    buffers = {  # route -> bytes of the plan that needs least, which comes last
+        plan.choice.forward.route["name"]: plan.cost.memory_bytes / rows * budget["tokens"]
+        for plan in sorted(plans, key=lambda plan: -plan.cost.memory_bytes)
+    }
     return budget | {"attention_buffers": buffers}
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-SHAPES = "wallfacer.model_shapes"  # entry points: (name, whether all sizes) -> sizes of a model
+SHAPES = "wallfacer.model_shapes"  # entry points: (name, itemsize or 0) -> sizes of a model
 
 
 def call_reader(group: str, command: str, *args: Any, **kwargs: Any) -> Any:
@@ -55,12 +55,12 @@ def check_config(model: Path) -> None:
 ModelFolder = Annotated[Path, Option(callback=check_folder, help="Folder with a config.json.")]
 
 
-def read_model(name: str, sizes: bool = False) -> dict[str, Any]:
-    """heads, kv_heads and head_dim of a model; with `sizes` all sizes that its memory depends on.
+def read_model(name: str, itemsize: int = 0) -> dict[str, Any]:
+    """heads, kv_heads and head_dim of a model; with `itemsize` all that its memory depends on.
 
     Raises:
         ValueError, NotImplementedError: if its config does not have them.
     """
     if Path(name).exists():
         check_config(Path(name))
-    return call_reader(SHAPES, "--model", name, sizes)
+    return call_reader(SHAPES, "--model", name, itemsize)

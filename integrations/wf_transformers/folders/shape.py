@@ -6,17 +6,21 @@ import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
 from huggingface_hub.constants import ENDPOINT
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from wf_backends.budget import Experts
+from wf_transformers.folders.layers import count_layers
 
+DTYPES = MappingProxyType({2: torch.bfloat16, 4: torch.float32, 8: torch.float64})  # by itemsize
 HUB_S = 3.0  # in which a connection to the Hub opens
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Config fields for the number of experts."""
@@ -26,15 +30,14 @@ MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff
 """Config fields for the width of a layer's MLP, or of an expert."""
 
 
-def model_shape(name: str, sizes: bool = False) -> dict[str, Any]:
+def model_shape(name: str, itemsize: int = 0) -> dict[str, Any]:
     """heads, kv_heads and head_dim of a model: a folder, its config.json, or a name of the Hub.
 
     For a vision-language model, those of its language model. For DeepSeek's multi-head latent
     attention, those of the keys that are computed from the latents, with value_dim.
 
     Args:
-        sizes: whether to add layers, hidden, intermediate, vocabulary, parameters and, for a
-            mixture of experts, `Experts`.
+        itemsize: bytes of a number in training; then all arguments of a `Decoder` are returned.
 
     Raises:
         ValueError: if there is no such model, or its config lacks its heads or sizes.
@@ -63,7 +66,7 @@ def model_shape(name: str, sizes: bool = False) -> dict[str, Any]:
             f"--model {name}: {str(error).partition('. ')[0]}; give --heads, --kv-heads and "
             "--head-dim of one kind of layer instead"
         ) from error
-    return shape | _sizes(name, config) if sizes else shape
+    return _sizes(name, config, itemsize) | shape if itemsize else shape
 
 
 def read_config(name: str | Path) -> Any:
@@ -105,8 +108,8 @@ def refused_by_name(name: str | Path) -> Iterator[None]:
         raise ValueError(f"--model {name}: {prefix}{first_line}") from error
 
 
-def _sizes(name: str, config: Any) -> dict[str, Any]:
-    """The sizes that memory depends on; parameters are counted in a model on the meta device."""
+def _sizes(name: str, config: Any, itemsize: int) -> dict[str, Any]:
+    """The sizes that memory depends on; parameters and layers are counted on fake tensors."""
     if config.is_encoder_decoder:
         raise NotImplementedError(
             f"--model {name}: the memory budget counts decoders, and {type(config).__name__} has "
@@ -114,14 +117,19 @@ def _sizes(name: str, config: Any) -> dict[str, Any]:
         )
     hidden = config.hidden_size
     mlp = {"intermediate": _first(config, MLP_WIDTHS) or 4 * hidden}
-    with refused_by_name(name), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    experts = _experts(name, config)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with refused_by_name(name), mode:
+        model = AutoModelForCausalLM.from_config(config, torch_dtype=DTYPES[itemsize])
     return {
         "layers": config.num_hidden_layers,
         "hidden": hidden,
         "vocabulary": config.vocab_size,
         "parameters": sum(p.numel() for p in model.parameters()),
-        **(_experts(name, config) or mlp),
+        "itemsize": itemsize,
+        "value_dim": None,
+        **(experts or mlp),
+        **count_layers(model, mode),  # which leaves some of the layers
     }
 
 
