@@ -34,9 +34,9 @@ def first_order_only(backward: Backward) -> Backward:
     def checked_backward(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():  # in a backward: create_graph=True
             raise NotImplementedError(
-                "double backward (create_graph=True) through sp.attention, sp.shard, sp.unshard or "
-                "sp.loss is not supported: take the gradient penalty of modules behind them, or on "
-                "one process with torch's own attention"
+                "double backward (create_graph=True) through sp.attention, sp.shard, sp.unshard, "
+                "sp.loss or a tiled module is not supported: take the gradient penalty of modules "
+                "behind them, or on one process with torch's own attention and without tiles"
             )
         return backward(ctx, *grads)
 

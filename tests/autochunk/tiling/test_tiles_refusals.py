@@ -67,3 +67,14 @@ def test_parameter_that_was_added_to_a_tiled_module_is_refused() -> None:
         weight_norm(model.layers[0].gate)
         with pytest.raises(NotImplementedError, match="'module.gate.weight' was added to a tiled"):
             model(torch.randn(1, ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_double_backward_through_a_tiled_module_is_refused(power: int) -> None:
+    """Even of a plain sum, whose gradient needs none: second derivatives would be missing."""
+    model = nn.Sequential(nn.SiLU())
+    x = torch.randn(1, ROWS, WIDTH, requires_grad=True)
+    with tile_modules(model, [Tiles("0", 1, 2)]):
+        loss = model(x).pow(power).sum()
+        with pytest.raises(NotImplementedError, match="double backward .* a tiled module"):
+            torch.autograd.grad(loss, x, create_graph=True)

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from wf_backends._compile import eager
 from wf_backends.autochunk.graph import in_fake_run
+from wf_backends.runtime import first_order_only
 
 HALF = (torch.float16, torch.bfloat16)
 MakeContext = Callable[[], AbstractContextManager[Any]]
@@ -206,7 +206,7 @@ class _Tiled(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call, tensors, needs_grad = ctx.call, ctx.saved_tensors, ctx.needs_input_grad[1:]
         gradients = [
