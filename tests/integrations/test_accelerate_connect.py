@@ -145,6 +145,15 @@ def test_batches_that_rank_0_dispatches_are_refused() -> None:
             accelerator.prepare(loader)
 
 
+def test_an_accelerator_that_does_not_count_the_ranks_of_a_sequence_is_refused() -> None:
+    """accelerate counts one process under DeepSpeed on a CPU: groups would have 1 // 2 parts."""
+    loader = torch.utils.data.DataLoader(list(range(4)))
+    accelerator = Accelerator(cpu=True)
+    with wf_accelerate.counted_by_group(accelerator, lambda: 2):
+        with pytest.raises(ValueError, match=r"counts 1 processes.* 2 ranks.*PartialState"):
+            accelerator.prepare(loader)
+
+
 def test_the_loaders_of_two_connected_models_count_a_group_once() -> None:
     accelerator, loader = Accelerator(cpu=True), torch.utils.data.DataLoader(list(range(4)))
     with (

@@ -103,6 +103,12 @@ def _prepare_data_loader(size: int, original: Function, *args: Any, **kwargs: An
             "dispatch_batches=True: rank 0 would cut batches by rank, and the ranks of a sequence "
             "need the same samples; leave it out, or set it to False"
         )
+    if kwargs["num_processes"] % size:
+        raise ValueError(
+            f"the accelerator counts {kwargs['num_processes']} processes, and a sequence is on "
+            f"{size} ranks: without GPUs call accelerate.PartialState(cpu=True) before "
+            "Accelerator(), or set use_cpu=True in TrainingArguments"
+        )
     by_group = {
         "num_processes": kwargs["num_processes"] // size,
         "process_index": kwargs["process_index"] // size,
