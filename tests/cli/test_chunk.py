@@ -113,6 +113,13 @@ def test_the_tokens_of_a_model_with_several_parts(wallfacer_json, folder, config
     assert 0 < plan["peak"] <= plan["peak_before"]
 
 
+def test_a_model_whose_positions_are_a_plain_attribute(wallfacer_json, folder) -> None:
+    """torch.export takes no constant that is a fake tensor: they are made buffers."""
+    transformers.CTRLConfig(**SMALL, dff=16).save_pretrained(folder)
+    args = ("--seqlen", "64", "--attention", "eager")
+    assert wallfacer_json("chunk", "--model", folder, *args)["peak"]
+
+
 def test_the_part_for_text_has_the_dtype_of_the_whole_model(wallfacer_json, folder) -> None:
     args = ("chunk", "--model", folder, "--seqlen", "64")
     peaks = []

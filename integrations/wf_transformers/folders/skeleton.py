@@ -55,12 +55,25 @@ def skeleton(
         with refused_by_name(folder), no_init_weights():  # ModernBERT's looks at values
             _check_class(auto_class._model_mapping[type(config)], attention)
             model = auto_class.from_config(config, attn_implementation=attention, torch_dtype=dtype)
+        _attributes_as_buffers(model)
         _check_positions(model, seqlen)
         inputs: dict[str, Any] = {"input_ids": torch.zeros(batch, seqlen, dtype=torch.long)}
     names = inspect.signature(model.forward).parameters
     prefill = {"use_cache": False, "logits_to_keep": 1}  # only the last token's logits
     options = prefill | {"decoder_input_ids": inputs["input_ids"]}
     return model.eval(), inputs | {name: x for name, x in options.items() if name in names}
+
+
+def _attributes_as_buffers(model: nn.Module) -> None:
+    """Make tensors that are plain attributes of modules, such as CTRL's positions, buffers.
+
+    torch.export would keep them as constants, which must not be fake tensors.
+    """
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor):
+                delattr(module, name)
+                module.register_buffer(name, value, persistent=False)
 
 
 def _check_class(model_class: Any, attention: str) -> None:
