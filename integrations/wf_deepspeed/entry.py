@@ -19,8 +19,7 @@ from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
 from wf_backends import SequenceParallel
-from wf_backends.comm import job_board
-from wf_backends.launch import leave_at_exit
+from wf_backends.launch import leave_at_exit, refuse_other_value
 from wf_deepspeed import cpu
 from wf_deepspeed.config import (
     BATCH_KEYS,
@@ -113,26 +112,14 @@ def initialize_with(
 def refuse_missing_block(has_block: bool) -> None:
     """Check that the neighbours of this rank have a block for this engine, or none, as it has.
 
-    Ranks with a block wait for all others in collectives that DeepSpeed alone does not call. So
-    each rank writes on the job's board first, and of two that differ the later one raises.
+    Ranks with a block wait for all others in collectives that DeepSpeed alone does not call.
 
     Raises:
         ValueError: if a neighbour that came before differs.
     """
-    board = job_board()
-    if board is None:
-        return
-    rank, size = dist.get_rank(), dist.get_world_size()
-    engines = [*(board.read("blocks", rank) or ()), has_block]  # of this rank, in order
-    board.write("blocks", rank, engines)
-    for neighbour in ((rank - 1) % size, (rank + 1) % size):
-        others = board.read("blocks", neighbour) or ()
-        if len(others) >= len(engines) and others[len(engines) - 1] != has_block:
-            raise ValueError(
-                f'rank {neighbour if has_block else rank} has no enabled "{KEY}" block in its '
-                f"DeepSpeed config, rank {rank if has_block else neighbour} has one. Give every "
-                f"rank the same config"
-            )
+    if dist.is_initialized():
+        topic = f'is the "{KEY}" block of the DeepSpeed config there and enabled'
+        refuse_other_value(topic, has_block, range(dist.get_world_size()), dist.get_rank())
 
 
 @contextmanager

@@ -44,10 +44,10 @@ class Clock:
 class WaitingRank:
     """A communicator as its watch sees it: in a pass, waiting for a message of a peer."""
 
-    def __init__(self, rank: int, in_pass: Pass, peer: int, board: Board, size: int = 4) -> None:
+    def __init__(self, rank: int, in_pass: Pass, peer: int, board: Board) -> None:
         self.rank, self.global_ranks = rank, RANKS
         self.waits: Wait | None = Wait(in_pass, "backward step 0", "message from", peer, 100.0)
-        self.watch = Watch(self, board, size)
+        self.watch = Watch(self, board)
 
     def break_off(self, verdict: str) -> None: ...
 
@@ -81,17 +81,6 @@ def test_a_circle_of_waits_in_different_passes_is_found(clock: Clock) -> None:
     for verdict in verdicts_after(ranks, clock, 8):
         assert verdict and "layer 'a', backward" in verdict, verdict
         assert "layer 'b', backward" in verdict, verdict
-
-
-def test_ranks_of_sequences_of_different_sizes_that_wait_in_a_circle_are_named(
-    clock: Clock,
-) -> None:
-    """They are in one pass: each has its first call, and takes part in the other's by mistake."""
-    board = Board(HashStore())
-    ranks = [WaitingRank(0, A, 2, board), WaitingRank(2, A, 1, board)]
-    ranks.append(WaitingRank(1, A, 0, board, size=2))
-    for verdict in verdicts_after(ranks, clock, 12):
-        assert verdict and verdict.endswith("sequence_parallel_size by rank is {0: 4, 1: 2, 2: 4}")
 
 
 def test_a_circle_of_waits_in_one_pass_is_left_alone(clock: Clock) -> None:

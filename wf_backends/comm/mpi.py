@@ -75,6 +75,7 @@ class MpiComm(ProcessComm):
         else:
             raise RuntimeError(f"{self.me}: the meeting of all ranks did not end in {timeout:g} s")
         atexit.register(_call_if_alive, WeakMethod(self.leave))
+        self.start_watch()
 
     def leave(self) -> None:
         """Tell all peers that this rank ends and sends nothing more."""

@@ -81,11 +81,8 @@ class GroupComm(ProcessComm):
             # NCCL connects in the first operation, in which every rank must take part.
             device = self.group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
             dist.all_reduce(torch.zeros(1, device=device), group=self.group)
-
-    def watch(self, sequence_parallel_size: int) -> None:
-        """See Communicator.watch. Only for gloo: torch itself watches the operations of NCCL."""
-        if self._backends.get("cpu") == "gloo":
-            super().watch(sequence_parallel_size)
+        if self._backends.get("cpu") == "gloo":  # torch itself watches the operations of NCCL
+            self.start_watch()
 
     def break_off(self, verdict: str) -> None:
         """End the running wait: a receive that times out makes gloo close all connections."""

@@ -144,10 +144,6 @@ class Communicator(Shared, ABC):
         """This rank's name for errors, such as "rank 1 of 4"."""
         return self.name_of(self.rank, f" of {self.size}")
 
-    def watch(self, sequence_parallel_size: int) -> None:
-        """Start to detect waits that will never end; only where ranks are processes."""
-        return
-
     def post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         """Start all messages together (receives first) and return without waiting.
 
@@ -192,9 +188,6 @@ class View(Communicator):
 
     def enter(self, new_pass: Pass) -> None:
         self.parent.enter(new_pass)
-
-    def watch(self, sequence_parallel_size: int) -> None:
-        self.parent.watch(sequence_parallel_size)
 
     def carries(self, device: torch.device) -> bool:
         return self.parent.carries(device)

@@ -29,14 +29,12 @@ class ProcessComm(Communicator):
     """Why the watch ends the running wait."""
     waits: Wait | None = None
     """The running wait."""
-    _watch: Watch | None = None
 
-    def watch(self, sequence_parallel_size: int) -> None:
-        """See Communicator.watch."""
+    def start_watch(self) -> None:
+        """Start to detect waits that will never end, if the job has a board."""
         board = job_board() if self.size > 1 else None
-        if board is not None and self._watch is None:
-            self._watch = Watch(self, board, sequence_parallel_size)
-            self._watch.start()
+        if board is not None:
+            Watch(self, board).start()
 
     def break_off(self, verdict: str) -> None:
         """End the running wait by an error with this text, when it checks its peer next."""
@@ -52,10 +50,9 @@ class ProcessComm(Communicator):
 class Watch(Thread):
     """A thread that watches the waits of one communicator, as long as the communicator lives."""
 
-    def __init__(self, comm: ProcessComm, board: Board, sequence_parallel_size: int) -> None:
+    def __init__(self, comm: ProcessComm, board: Board) -> None:
         super().__init__(name="wallfacer watch", daemon=True)
         self._comm, self._board = ref(comm), board
-        self._size = sequence_parallel_size
         self._global_rank = comm.global_ranks[comm.rank]
         self._wait: Wait | None = None
         self._num_looks = 0
@@ -80,14 +77,11 @@ class Watch(Thread):
             return None
         self._num_looks = self._num_looks + 1 if wait is self._wait else 1
         self._wait = wait
-        note = note_of(wait, global_ranks) | {"looks": self._num_looks, "size": self._size}
+        note = note_of(wait, global_ranks) | {"looks": self._num_looks}
         self._board.write("wait", self._global_rank, note)
         circle = self._circle()
         self._circles.append(circle)
         stuck = circle and all(self._is_stuck(rank, note) for rank, note in circle.items())
-        sizes = {rank: note["size"] for rank, note in sorted(circle.items())}
-        if stuck and len(set(sizes.values())) > 1:
-            return f"the ranks do not agree: sequence_parallel_size by rank is {sizes}"
         if not stuck or len({note["tag"] for note in circle.values()}) == 1:
             return None
         waits = "; ".join(

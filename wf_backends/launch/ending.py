@@ -67,20 +67,23 @@ def _leave() -> None:
     if MPI is None or not joined or MPI.COMM_WORLD.size == 1:
         MPI = None
     board = job_board() if failed() or MPI else None
-    rank, size = (dist.get_rank(), dist.get_world_size()) if board else (0, 1)
-    if board and not failed():
-        board.write(LEFT, 0, rank)
-        board = None
-    if board and size > 1:
-        _write_error(board, rank, sys.last_value)
-    if MPI or size > 1:
+    if failed():
+        if board and dist.get_world_size() > 1:
+            _tell_peers(board, dist.get_rank(), dist.get_world_size())
+        if MPI:
+            time.sleep(SETTLE_S)
+            MPI.COMM_WORLD.Abort(1)
+    elif board:
+        board.write(LEFT, 0, dist.get_rank())
         _close_connections()
-    if board and size > 1:
-        sys.stderr.flush()
-        _report_errors(board, rank, size)
-    if MPI and failed():
-        time.sleep(SETTLE_S)
-        MPI.COMM_WORLD.Abort(1)
+
+
+def _tell_peers(board: Board, rank: int, size: int) -> None:
+    """Write this rank's error, end the waits of its peers, and wait for a report of the fault."""
+    _write_error(board, rank, sys.last_value)
+    _close_connections()
+    sys.stderr.flush()
+    _report_errors(board, rank, size)
 
 
 def _write_error(board: Board, rank: int, error: BaseException | None) -> None:

@@ -18,6 +18,7 @@ from wf_backends._compile import eager
 from wf_backends.cluster import JobTopology, Topology, cache_folder
 from wf_backends.comm import Shared, fingerprint, make_comm, sum_over_ranks
 from wf_backends.config import SequenceParallelConfig, checked
+from wf_backends.launch import refuse_other_value
 from wf_backends.parallel.attention import AttentionMethod, DistributedAttention
 from wf_backends.parallel.data import mask_arguments, prepare_batch
 from wf_backends.parallel.loss import count_valid, token_loss
@@ -37,8 +38,8 @@ class SequenceParallel(AttentionMethod, Sharding, Shared):
             "topology".
 
     Raises:
-        ValueError: if sequence_parallel_size does not divide the size of the group, or for a
-            topology file that cannot be read.
+        ValueError: if sequence_parallel_size does not divide the size of the group or is another
+            one on another rank, or for a topology file that cannot be read.
     """
 
     def __init__(
@@ -52,10 +53,12 @@ class SequenceParallel(AttentionMethod, Sharding, Shared):
                 f"sequence_parallel_size must divide the {group_comm.size} ranks of the group, "
                 f"got {size}{advice if group_comm.size == 1 else ''}"
             )
+        if group_comm is not group:  # the ranks of a Communicator may be threads
+            ranks = group_comm.global_ranks
+            refuse_other_value("sequence_parallel_size", size, ranks, group_comm.rank)
         first = group_comm.rank // size * size
         self.comm = group_comm.view(range(first, first + size))
         self.rank, self.size = self.comm.rank, size
-        self.comm.watch(size)
         hosts = JobTopology(self.comm, config.topology, topology, cache_folder(os.environ))
         self._attention = DistributedAttention(config, self.comm, hosts)
         self._consistency = self._attention.consistency
