@@ -70,11 +70,14 @@ def _leave() -> None:
     if failed():
         if board and dist.get_world_size() > 1:
             _tell_peers(board, dist.get_rank(), dist.get_world_size())
+        elif MPI:
+            _close_connections()
         if MPI:
             time.sleep(SETTLE_S)
             MPI.COMM_WORLD.Abort(1)
-    elif board:
-        board.write(LEFT, 0, dist.get_rank())
+    elif MPI:
+        if board:
+            board.write(LEFT, 0, dist.get_rank())
         _close_connections()
 
 
