@@ -120,6 +120,16 @@ def test_a_model_whose_positions_are_a_plain_attribute(wallfacer_json, folder) -
     assert wallfacer_json("chunk", "--model", folder, *args)["peak"]
 
 
+def test_the_first_layers_are_of_the_kinds_that_they_have_in_the_whole_model(wallfacer, folder):
+    """Zamba 2 looks for its shared blocks in a list of the kinds of all layers."""
+    kinds = ["mamba", "mamba", "hybrid", "mamba"] * 2
+    sizes = SMALL | {"num_hidden_layers": 8, "hidden_size": 64}
+    transformers.Zamba2Config(**sizes, layers_block_type=kinds).save_pretrained(folder)
+    args = ("--seqlen", "64", "--layers", "2", "--attention", "eager")
+    code, _, err = wallfacer("chunk", "--model", folder, *args)
+    assert code == 2 and "depends on the values of tensors" in err  # not StopIteration
+
+
 def test_the_part_for_text_has_the_dtype_of_the_whole_model(wallfacer_json, folder) -> None:
     args = ("chunk", "--model", folder, "--seqlen", "64")
     peaks = []

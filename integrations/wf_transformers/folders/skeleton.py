@@ -48,7 +48,7 @@ def skeleton(
     whole_config = read_config(folder)
     config = whole_config.get_text_config()
     if layers:
-        config.num_hidden_layers = min(layers, config.num_hidden_layers)
+        _keep_layers(config, layers)
     auto_class = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
     dtype = config.torch_dtype or whole_config.torch_dtype or torch.float32
     with FakeTensorMode():
@@ -62,6 +62,15 @@ def skeleton(
     prefill = {"use_cache": False, "logits_to_keep": 1}  # only the last token's logits
     options = prefill | {"decoder_input_ids": inputs["input_ids"]}
     return model.eval(), inputs | {name: x for name, x in options.items() if name in names}
+
+
+def _keep_layers(config: Any, layers: int) -> None:
+    """Keep the first layers in a config, also in its lists of the kinds of all layers (Zamba's)."""
+    count = config.num_hidden_layers
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == count:
+            setattr(config, name, value[:layers])
+    config.num_hidden_layers = min(layers, count)
 
 
 def _attributes_as_buffers(model: nn.Module) -> None:
