@@ -2,6 +2,7 @@
 
     python benchmarks/memory_budget.py
     python benchmarks/memory_budget.py --device cuda  # one rank, see memory_cuda.py
+    python benchmarks/memory_families.py              # other models
 
 Each figure comes from two runs in fresh processes that differ in the length or the number of
 layers: the difference of their bytes / the difference of their tokens or parameters. So the memory
@@ -48,9 +49,10 @@ BUCKETS = {"reduce_bucket_size": 500_000}
 class Case:
     """A training job that is predicted and measured.
 
-    checkpoints: one of CHECKPOINTS. shape: sizes of the model, as keyword arguments of LlamaConfig.
-    tile: rows of a tile of MLPs and loss; 0 = no tiles. stage: of DeepSpeed's ZeRO; None = a plain
-    training loop without an optimizer. seqlen: of the whole sequence.
+    family: of transformers' classes. checkpoints: one of CHECKPOINTS. shape: sizes of the model, as
+    keyword arguments of its config. tile: rows of a tile of MLPs and loss; 0 = no tiles. stage: of
+    DeepSpeed's ZeRO; None = a plain training loop without an optimizer. seqlen: of the whole
+    sequence.
     """
 
     dtype: str
@@ -62,6 +64,7 @@ class Case:
     stage: int | None = None
     seqlen: int = 64
     layers: int = 4
+    family: str = "Llama"
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -69,6 +72,7 @@ class Case:
         block = {"sequence_parallel_size": self.ranks, "route": {"name": self.route}}
         arguments = {"dtype": self.dtype, "shape": dict(self.shape), "wallfacer": block}
         arguments |= {"seqlen": self.seqlen, "layers": self.layers, "tile": self.tile}
+        arguments["family"] = self.family
         if self.checkpoints != "none":
             arguments["activation_checkpointing"] = {"offload": self.checkpoints == "host"}
         if self.stage is not None:
@@ -76,15 +80,18 @@ class Case:
         return arguments
 
     @property
-    def training(self) -> Training:
-        """The case as `wallfacer plan` sees it."""
+    def llama(self) -> Decoder:
+        """A Llama of the case's sizes, without its layers counted."""
         sizes, itemsize = dict(self.shape), ITEMSIZES[self.dtype]
         heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
         h, i, v = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
         d = h // heads
         layer_parameters = 2 * h * h + 2 * h * kv_heads * d + 3 * h * i + 2 * h
         parameters = self.layers * layer_parameters + 2 * h * v + h
-        model = Decoder(self.layers, h, i, v, heads, kv_heads, d, parameters, itemsize)
+        return Decoder(self.layers, h, i, v, heads, kv_heads, d, parameters, itemsize)
+
+    def training(self, model: Decoder) -> Training:
+        """The case as `wallfacer plan` sees it."""
         return Training(model, self.ranks, self._attention_bytes(model), buckets=Buckets(**BUCKETS))
 
     def _attention_bytes(self, model: Decoder) -> float:
@@ -98,13 +105,17 @@ class Case:
         plan = price_plan(Request(topology, workload), Choice(1, route, route))
         return plan.cost.memory_bytes / (seqlen / self.ranks)
 
-    def predicted(self) -> float:
-        """Bytes of a rank, device and host; without `stage` activations alone."""
-        options = Options(self.checkpoints, self.tile)
-        activations = self.training.activations(self.seqlen, options)
+    def predicted(self, model: Decoder | None = None) -> float:
+        """Bytes of a rank, device and host; without `stage` activations alone.
+
+        Args:
+            model: None = the Llama, by formulas.
+        """
+        training = self.training(model or self.llama)
+        activations = training.activations(self.seqlen, Options(self.checkpoints, self.tile))
         if self.stage is None:
             return activations.peak + activations.host
-        return self.training.states(self.stage).peak(activations.peak)
+        return training.states(self.stage).peak(activations.peak)
 
     def measured(self) -> int:
         """Bytes of the largest rank."""
@@ -157,7 +168,7 @@ def by_parameter() -> Iterator[Row]:
     for stage in range(4):
         case = Case("bfloat16", ranks=2, shape=tuple(WIDE.items()), stage=stage)
         shallow, deep = (replace(case, layers=layers) for layers in LAYERS)
-        difference = deep.training.model.parameters - shallow.training.model.parameters
+        difference = deep.llama.parameters - shallow.llama.parameters
         yield Row((f"{stage}",), shallow, deep, difference)
 
 

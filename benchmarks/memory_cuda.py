@@ -100,7 +100,7 @@ def predicted(case: Case) -> PredictedBytes:
 
 def predicted_parts(case: Case) -> tuple[States | None, Activations]:
     """What a prediction is made of; the states are None without DeepSpeed."""
-    training = replace(case.training, buckets=Buckets(**BUCKETS))
+    training = replace(case.training(case.llama), buckets=Buckets(**BUCKETS))
     activations = training.activations(case.seqlen, Options(case.checkpoints, case.tile))
     return None if case.stage is None else training.states(case.stage), activations
 
@@ -163,7 +163,7 @@ def print_prediction(case: Case) -> None:
 
 def main() -> None:
     become_only_rank()
-    parameters = next(activation_cases()).training.model.parameters
+    parameters = next(activation_cases()).llama.parameters
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}; a Llama of ", end="")
     print(f"{parameters / 1e6:.0f} M parameters in bfloat16\n")
     head = ("checkpoints", "MLP, loss", "predicted bytes a token", "measured", "ratio")

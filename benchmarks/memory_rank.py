@@ -1,11 +1,12 @@
-"""One rank of memory_budget.py: trains a small Llama and prints the bytes of memory at its peak.
+"""One rank of memory_budget.py: trains a small model and prints the bytes of memory at its peak.
 
     python benchmarks/memory_rank.py '{"seqlen": 4096, "layers": 4, "dtype": "float32",
         "shape": {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 256,
                   "num_attention_heads": 4, "num_key_value_heads": 2}, "wallfacer": {}}'
 
-Other keys of a case: "tile" (rows of a tile), "activation_checkpointing" (as wf_transformers takes
-it), "stage" and "buckets" (of DeepSpeed's ZeRO), "device".
+Other keys of a case: "family" (of transformers' classes, default "Llama"), "tile" (rows of a tile),
+"activation_checkpointing" (as wf_transformers takes it), "stage" and "buckets" (of DeepSpeed's
+ZeRO), "device".
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import transformers
 from measure import peak, reset_peak
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import wf_transformers
 from wf_backends import SequenceParallel, SequenceParallelConfig, launch
@@ -58,19 +60,20 @@ def warmed_up_step(case: dict[str, Any]) -> Step:
     return step
 
 
-def llama(case: dict[str, Any]) -> Any:
-    """A Llama of the case's sizes, on the case's device."""
+def make_model(case: dict[str, Any]) -> Any:
+    """A model of the case's family and sizes, on the case's device."""
     torch.manual_seed(0)
-    sizes = case["shape"] | {"num_hidden_layers": case["layers"]}
+    sizes = {"max_position_embeddings": 1 << 17, "num_hidden_layers": case["layers"]}
+    config_class = getattr(transformers, f"{case.get('family', 'Llama')}Config")
     with torch.device(case.get("device", "cpu")):
-        model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=1 << 17, **sizes))
+        model = AutoModelForCausalLM.from_config(config_class(**sizes | case["shape"]))
     return model.to(getattr(torch, case["dtype"])).train()
 
 
 def plain_step(case: dict[str, Any]) -> Step:
     """A step with attention over the ranks of the job, without an optimizer."""
     sp = SequenceParallel(SequenceParallelConfig.from_dict(case["wallfacer"]))
-    model, tile_rows = llama(case), case.get("tile", 0)
+    model, tile_rows = make_model(case), case.get("tile", 0)
     checkpointing = case.get("activation_checkpointing")
     handle = wf_transformers.attach(model, sp, activation_checkpointing=checkpointing)
     if not tile_rows:
@@ -125,7 +128,7 @@ def deepspeed_step(case: dict[str, Any]) -> Step:
         "wallfacer": block,
     }
     with wf_deepspeed.without_shared_memory_op():
-        model = llama(case)
+        model = make_model(case)
         adam = torch.optim.AdamW(model.parameters(), fused=True)  # in place, as on GPUs
         engine, *_ = wf_deepspeed.initialize(model=model, optimizer=adam, config=config)
     wf_transformers.WholeBatchHooks(engine.module, engine.wallfacer)
