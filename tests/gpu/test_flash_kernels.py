@@ -18,9 +18,8 @@ from wf_backends.kernels import Kernel, KernelSpec, Scores, TileGrad, select
 from wf_backends.kernels.alibi import AlibiKernel
 from wf_backends.kernels.flash import FlashKernel, flash_attn_2, flash_attn_3
 from wf_backends.kernels.merge import Operators
-from wf_backends.kernels.sdpa import SdpaKernel
+from wf_backends.kernels.sdpa import EFFICIENT, SdpaKernel, masked_operators
 from wf_backends.kernels.sdpa_cuda import FLASH, cuda_backward, cuda_forward
-from wf_backends.kernels.sdpa_masked import EFFICIENT, masked_operators
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
 TILES = [
