@@ -67,7 +67,7 @@ class MaskedTiles:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
     ) -> tuple[Tensor, Tensor]:
-        if band.left != inf and is_reversed(band):
+        if band.left != inf and is_reversed(band):  # the first costs no call
             out, lse = self.forward(q.flip(1), k.flip(1), v.flip(1), scores, CAUSAL)
             return out.flip(1), lse.flip(2)
         mask, causal = self._mask(q, k, band)
@@ -163,8 +163,6 @@ def _for_all_heads(
 
 CPU = Attention(_cpu_forward, _cpu_backward)
 EFFICIENT = Attention(_efficient_forward, _efficient_backward)
-
-
 _CPU_WITHOUT_MASK = masked_operators("cpu", CPU)
 _EFFICIENT_WITHOUT_MASK = masked_operators("efficient", EFFICIENT)
 
