@@ -44,7 +44,7 @@ def check_block(name: str, block: object, known: Iterable[str], example: str) ->
         ValueError: naming the block, and the unknown key with the nearest known one.
     """
     if not isinstance(block, Mapping):
-        raise ValueError(f'"{name}" must be a block such as {example}, got {block!r}')
+        raise ValueError(f'"{name}" must be a block such as {example}, got {short(block)}')
     names = list(known)
     for key in cast(Mapping[object, object], block):
         if key not in names:
@@ -75,7 +75,7 @@ def is_real(value: object) -> bool:
 
 def positive(name: str, value: object, maximum: int = MAX_COUNT) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        raise ValueError(f"{name} must be a positive integer, got {short(value)}")
     if value > maximum:
         raise ValueError(f"{name} must be at most {maximum}, got {short(value)}")
 
@@ -87,7 +87,7 @@ def seconds(name: str, value: object) -> None:
     if not is_real(value) or not MIN_SECONDS <= cast(float, value) <= MAX_SECONDS:
         raise ValueError(
             f"{name} must be a number of seconds from {MIN_SECONDS:g} to {MAX_SECONDS:g}, "
-            f"got {value!r}"
+            f"got {short(value)}"
         )
 
 

@@ -48,3 +48,10 @@ def test_drawn_options_are_accepted_or_refused_by_name(
 def test_options_that_are_no_dict_of_strings_are_refused(options: Any) -> None:
     with pytest.raises(ValueError, match="configuration|unknown key 3"):
         SequenceParallelConfig.from_dict(options)
+
+
+def test_a_refusal_of_a_huge_value_is_short() -> None:
+    value = [{"": 10**400, "x" * 300: 10**400}] * 3
+    with pytest.raises(ValueError, match="sequence_parallel_size must be a positive") as refusal:
+        SequenceParallelConfig.from_dict({"sequence_parallel_size": value})
+    assert len(str(refusal.value)) < 500  # of 3,400
