@@ -9,7 +9,8 @@ from wf_backends._validation import read_json
 from wf_backends.autochunk.graph import Copied
 
 MIB, GIB = 1 << 20, 1 << 30
-MIN_VALUES = {"peak": 0, "peak_before": 0, "dim": 0, "length": 1, "rows": 1, "operators": 1}
+MIN_VALUES = {"peak": 0, "peak_before": 0, "slowdown": 0}
+MIN_VALUES |= {"dim": 0, "length": 1, "rows": 1, "operators": 1}
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ class Search:
         choices = [self._with_fewest_slices(choice, peak) for choice in choices]
         added = sum(choice.added_seconds for choice in choices for _ in choice.candidates)
         slowdown = (self._graph_seconds + added) / self._model_seconds - 1
-        return Selection(tuple(choices), peak, slowdown)
+        return Selection(tuple(choices), peak, max(0.0, slowdown))
 
     def _peaks(self, choices: Sequence[Choice]) -> list[int]:
         """The live bytes at each step; of a candidate's steps only one counts, with their peak."""
