@@ -11,6 +11,7 @@ import pytest
 
 transformers = pytest.importorskip("transformers", reason="the transformers extra is missing")
 
+from wf_backends.autochunk import BudgetError  # noqa: E402
 from wf_backends.cli import chunk as command  # noqa: E402
 from wf_backends.cli import readers  # noqa: E402
 
@@ -48,6 +49,30 @@ def test_the_longest_sequence_within_a_budget(wallfacer_json, folder: str) -> No
     plan = wallfacer_json("chunk", "--model", folder, *args)
     assert plan["peak"] <= 250e6 < plan["peak_before"]
     assert plan["longest_sequence"] == 3072  # the same on every machine: by the rates of a GPU
+
+
+RECURRENT_GEMMA = transformers.RecurrentGemmaConfig(
+    num_attention_heads=4, num_hidden_layers=6, hidden_size=64, intermediate_size=64, vocab_size=64
+)
+DEEPSEEK = transformers.DeepseekV3Config(num_hidden_layers=5, n_routed_experts=8, hidden_size=64)
+
+
+@pytest.mark.parametrize(("config", "layers"), [(RECURRENT_GEMMA, 3), (DEEPSEEK, 4)])
+def test_the_longest_sequence_is_that_of_all_kinds_of_layers(
+    wallfacer, folder: str, monkeypatch, config, layers: int
+) -> None:
+    """RecurrentGemma's third layer is its first with attention; DeepSeek has three dense ones."""
+    config.save_pretrained(folder)
+    counts = list[int]()
+
+    def record(model, *_):  # captured, they would take minutes
+        counts.append(len(model.model.layers))
+        raise BudgetError
+
+    monkeypatch.setattr(command, "memory_profiles", record)
+    args = ("--seqlen", "8", "--attention", "eager", "--max-memory", "1GB", "--longest")
+    assert wallfacer("chunk", "--model", folder, *args)[0] == 2
+    assert counts == [layers, config.num_hidden_layers]
 
 
 def test_a_longest_sequence_below_the_step_is_not_called_0(wallfacer, folder: str) -> None:

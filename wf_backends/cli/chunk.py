@@ -24,7 +24,6 @@ SKELETONS = "wallfacer.skeletons"  # entry points: a folder -> a model on fake t
 MAX_TOKENS = 2**29  # the elements of a mask, their square, fit in 64 bits
 MIB = 1 << 20
 MAX_ROWS = 12  # of the table
-PROBED_LAYERS = 2  # captured to find the longest sequence: the peak is that of one layer
 TOKEN_STEP = 1024  # the longest sequence is a multiple of it
 
 
@@ -61,14 +60,14 @@ def chunk(
     if longest_sequence and not isinstance(budget.memory, int):
         raise ValueError("--longest needs --max-memory as a size, such as 8GB")
 
-    def make_profiles(tokens: int, num_layers: int) -> Profiles:
+    def make_profiles(tokens: int, num_layers: int | None) -> Profiles:
         arguments = model, tokens, batch, attention, num_layers
         skeleton, inputs = call_reader(SKELETONS, "chunk", *arguments)
         return memory_profiles(skeleton, inputs, memory, max_slowdown, None if measure else Rates())
 
     def fits(tokens: int) -> bool:
         with suppress(ValueError):  # the budget, or the model's positions, are too few
-            make_profiles(tokens, layers or PROBED_LAYERS)
+            make_profiles(tokens, layers or None)  # the peak is that of one layer of some kind
             return True
         return False
 

@@ -27,7 +27,7 @@ LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings", "positions
 
 
 def skeleton(
-    folder: Path, seqlen: int, batch: int, attention: str, layers: int
+    folder: Path, seqlen: int, batch: int, attention: str, layers: int | None
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model in evaluation mode, and the keyword arguments of a prefill without a cache.
 
@@ -37,7 +37,8 @@ def skeleton(
     Args:
         folder: with config.json; weights are not read.
         attention: "sdpa" or "eager".
-        layers: how many layers to build; 0: all.
+        layers: how many layers to build; 0: all; None: the first ones, up to the first of the last
+            kind of layer.
 
     Raises:
         ValueError: for an unusable folder or attention, a model that does not take tokens, or more
@@ -58,6 +59,8 @@ def skeleton(
         _attributes_as_buffers(model)
         _check_positions(model, seqlen)
         inputs: dict[str, Any] = {"input_ids": torch.zeros(batch, seqlen, dtype=torch.long)}
+    if layers is None:
+        return skeleton(folder, seqlen, batch, attention, _layers_of_all_kinds(model))
     names = inspect.signature(model.forward).parameters
     prefill = {"use_cache": False, "logits_to_keep": 1}  # only the last token's logits
     options = prefill | {"decoder_input_ids": inputs["input_ids"]}
@@ -71,6 +74,25 @@ def _keep_layers(config: Any, layers: int) -> None:
         if isinstance(value, list) and len(value) == count:
             setattr(config, name, value[:layers])
     config.num_hidden_layers = min(layers, count)
+
+
+def _layers_of_all_kinds(model: Any) -> int:
+    """How many of the first layers have all kinds of layers among them; at least two."""
+    count = 2
+    for stack in model.modules():
+        if isinstance(stack, nn.ModuleList) and len(stack) == model.config.num_hidden_layers:
+            kinds = list(map(_kind, stack))
+            count = max(count, *(kinds.index(kind) + 1 for kind in kinds))
+    return count
+
+
+def _kind(layer: nn.Module) -> str:
+    """What tells a layer from others: its modules, and their options, such as a window."""
+    options = [
+        {name: x for name, x in vars(module).items() if x is None or isinstance(x, bool | str)}
+        for module in layer.modules()
+    ]
+    return f"{layer} {options}"
 
 
 def _attributes_as_buffers(model: nn.Module) -> None:
