@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import asdict, replace
 from typing import Any
@@ -148,6 +149,14 @@ class TestModels:
         with pytest.raises(ValueError, match="Branching cannot be captured: .*data-dependent"):
             autochunk(Branching(), (torch.randn(8, 8),))
         assert capfd.readouterr() == ("", "")  # torch.export's own log is suppressed
+
+    def test_the_line_named_is_the_models_and_not_one_of_pythons_library(self) -> None:
+        class Copying(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x + copy.deepcopy(x)
+
+        with pytest.raises(ValueError, match=r"in forward: return x \+ copy.deepcopy\(x\)"):
+            autochunk(Copying(), (torch.randn(8, 8),))
 
     def test_python_error_names_the_models_line(self) -> None:
         class Counting(nn.Module):

@@ -11,6 +11,7 @@ import copy
 import hashlib
 import io
 import logging
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -46,6 +47,7 @@ _BY_SHAPE = {
     aten.view_as.default: aten.view.default,
     aten.reshape_as.default: aten.reshape.default,
 }
+NOT_MODELS = {"torch", "sympy", "wf_backends"} | sys.stdlib_module_names  # packages
 
 
 class CaptureError(ValueError):
@@ -288,12 +290,11 @@ def reason(model: nn.Module, error: Exception, what: str = "be captured") -> str
 
 
 def _line_of_model(error: Exception) -> str:
-    """The last line of the error's traceback that is neither in torch nor in this package."""
-    torch_folder, our_folder = Path(torch.__file__).parent, Path(__file__).parents[1]
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if path.is_relative_to(torch_folder) or path.is_relative_to(our_folder):
-            continue
-        if path.exists():
-            return f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: {frame.line}'
+    """The last line of the error's traceback that is in none of the `NOT_MODELS`."""
+    frames = traceback.walk_tb(error.__traceback__)
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
+    places = zip(packages, traceback.extract_tb(error.__traceback__), strict=True)
+    for package, place in reversed(list(places)):
+        if package not in NOT_MODELS and Path(place.filename).exists():
+            return f'File "{place.filename}", line {place.lineno}, in {place.name}: {place.line}'
     return ""
