@@ -46,9 +46,11 @@ Result = dict[str, Any]
 class Stream(torch.utils.data.IterableDataset):
     """`Samples` without a length."""
 
+    def __init__(self, num_samples: int) -> None:
+        self._samples = Samples(num_samples)
+
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        samples = Samples(32)
-        return (samples[index] for index in range(len(samples)))
+        return (self._samples[index] for index in range(len(self._samples)))
 
 
 def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -86,12 +88,13 @@ def make_trainer(case: Case, folder: str, **options: Any) -> tuple[Trainer, Any]
     if scenario == "compiled":
         options |= {"torch_compile": True, "torch_compile_backend": "eager"}
     is_seq2seq = scenario == "seq2seq"
+    dataset = Stream if scenario == "stream" else Samples
     arguments_class = Seq2SeqTrainingArguments if is_seq2seq else TrainingArguments
     trainer = (Seq2SeqTrainer if is_seq2seq else Trainer)(
         tiny_llama(),
         training_arguments(folder, arguments_class, **options),
-        train_dataset=Stream() if scenario == "stream" else Samples(32),
-        eval_dataset=Samples(NUM_EVALUATED),
+        train_dataset=dataset(32),
+        eval_dataset=dataset(NUM_EVALUATED),
         compute_metrics=None if scenario == "stream" else compute_metrics,
         compute_loss_func=loss_from_logits if scenario == "own_loss" else None,
     )
@@ -117,7 +120,7 @@ def train_evaluate_predict(case: Case, folder: str) -> Result:
     recompute = getattr(trainer.model.model, "_gradient_checkpointing_func", None)
     evaluation = trainer.evaluate()
     record_bytes()
-    prediction: Any = trainer.predict(Samples(NUM_EVALUATED))
+    prediction: Any = trainer.predict(trainer.eval_dataset)  # type: ignore[arg-type]
     record_bytes()
     return {
         "loss": loss,

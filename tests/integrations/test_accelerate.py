@@ -90,7 +90,8 @@ def test_a_trainer_trains_as_without_wallfacer(name: str, results: tuple[Results
 def test_a_trainer_evaluates_and_predicts_as_without_wallfacer(
     name: str, results: tuple[Results, Results]
 ) -> None:
-    """Every sample counts once, although the last batch of two groups lacks one."""
+    """Every sample counts once, although the last batch of two groups lacks one, also of a stream
+    without a length."""
     actual, expected = (result[name] for result in results)
     metrics = () if name == "stream" else ("eval_samples", "eval_accuracy")
     for key in metrics:

@@ -5,6 +5,7 @@ Without a job of several ranks; the trained results are compared in test_acceler
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,6 +170,37 @@ def test_the_loaders_of_two_connected_models_count_a_group_once() -> None:
                 pass
     options = prepare.call_args.kwargs
     assert (options["num_processes"], options["process_index"]) == (2, 1)
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    """13 samples, without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(13))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_groups_divide_the_last_samples_of_a_stream_evenly(
+    streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As processes do for which accelerate's rank 0 dispatches batches, its default. Files are not
+    divided, since groups would make unequal numbers of steps."""
+    if streamed:
+        datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+        numbers = datasets.Dataset.from_dict({"x": range(13)}).to_iterable_dataset(num_shards=2)
+    else:
+        numbers = Numbers()
+    monkeypatch.setattr(Accelerator, "num_processes", 4)
+    batches = []
+    for rank in range(4):
+        monkeypatch.setattr(Accelerator, "process_index", rank)
+        accelerator = Accelerator(cpu=True)
+        with wf_accelerate.counted_by_group(accelerator, lambda: 2):
+            loader = accelerator.prepare_data_loader(torch.utils.data.DataLoader(numbers, 2))
+        rows = [batch["x"] if streamed else batch for batch in loader]
+        batches.append([batch.tolist() for batch in rows])
+    first, second = [[0, 1], [4, 5], [8, 9], [12]], [[2, 3], [6, 7], [10, 11], [0]]
+    assert batches == [first, first, second, second]
 
 
 def test_two_models_may_be_removed_in_any_order() -> None:

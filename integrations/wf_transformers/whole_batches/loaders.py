@@ -98,6 +98,10 @@ def gather_by_group(accelerator: Any, tensors: Any) -> Any:
 
 def _prepare_data_loader(size: int, original: Function, *args: Any, **kwargs: Any) -> Any:
     """accelerate's loader, sharded by group instead of by rank; every rank reads its samples."""
+    import accelerate.data_loader
+
+    from wf_transformers.whole_batches.streams import Stream
+
     if kwargs.get("dispatch_batches"):
         raise NotImplementedError(
             "dispatch_batches=True: rank 0 would cut batches by rank, and the ranks of a sequence "
@@ -112,9 +116,14 @@ def _prepare_data_loader(size: int, original: Function, *args: Any, **kwargs: An
     by_group = {
         "num_processes": kwargs["num_processes"] // size,
         "process_index": kwargs["process_index"] // size,
-        "dispatch_batches": False,  # None is True for an IterableDataset
+        "dispatch_batches": False,
     }
-    return original(*args, **kwargs | by_group)
+    with ExitStack() as stack:
+        if kwargs.get("dispatch_batches") is None:  # an IterableDataset as if rank 0 dispatched it
+            set_until(stack, accelerate.data_loader, "IterableDatasetShard", Stream)
+            # else every group would read files of its own, and end after another number of samples
+            set_until(stack, accelerate.data_loader, "is_datasets_available", lambda: False)
+        return original(*args, **kwargs | by_group)
 
 
 def _gather(size: int, original: Function, *args: Any, **kwargs: Any) -> Any:
@@ -122,6 +131,9 @@ def _gather(size: int, original: Function, *args: Any, **kwargs: Any) -> Any:
     from accelerate.state import PartialState
     from accelerate.utils import recursively_apply
 
+    from wf_transformers.whole_batches.streams import drop_repeated_samples
+
+    drop_repeated_samples()
     world = PartialState().num_processes
 
     def first_of_each_group(x: Tensor) -> Tensor:
@@ -135,6 +147,9 @@ def _gather_object(size: int, original: Function, objects: Any, **kwargs: Any) -
     """`_gather` for lists of objects, which may differ in length."""
     from accelerate.state import PartialState
 
+    from wf_transformers.whole_batches.streams import drop_repeated_samples
+
+    drop_repeated_samples()
     is_first = PartialState().process_index % size == 0
     return original(objects if is_first else [], **kwargs)
 
