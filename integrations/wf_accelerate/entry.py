@@ -195,13 +195,19 @@ def _refuse_trainer(trainer: Trainer) -> None:
 
 
 def _refuse_hidden_logits(trainer: Trainer, whole_logits: bool) -> None:
-    """Refuse TRL's SFTTrainer without a fused head: its accuracies are made of logits."""
-    is_sft = type(trainer).compute_loss.__module__ == "trl.trainer.sft_trainer"
-    if is_sft and not (whole_logits or any(map(has_fused_head, outermost(trainer.model)))):
+    """Refuse a trainer that uses logits of training calls, of which nobody asked for all."""
+    if not whole_logits and _is_sft_of_logits(trainer):
         raise ValueError(
             f"{type(trainer).__name__} of this TRL uses the logits of its training calls: say "
             "connect_trainer(..., whole_logits=True), which needs the memory of one device"
         )
+
+
+def _is_sft_of_logits(trainer: Trainer) -> bool:
+    """Whether this is TRL's SFTTrainer without a fused head: its loss is that of the Trainer, and
+    its accuracies are made of logits."""
+    is_sft = type(trainer).compute_loss.__module__ == "trl.trainer.sft_trainer"
+    return is_sft and not any(map(has_fused_head, outermost(trainer.model)))
 
 
 def _evaluation_rollout(trainer: Trainer) -> Rollout | None:
@@ -223,6 +229,8 @@ def _replace_steps(trainer: Trainer, handle: Handle) -> None:
 
     steps = {"prediction_step": loss_only, "compute_loss": partial(counted_once, trainer)}
     own = [name for name in steps if getattr(type(trainer), name, None) != getattr(Trainer, name)]
+    if _is_sft_of_logits(trainer):
+        own.remove("compute_loss")
     steps = {name: step for name, step in steps.items() if name not in own}
     if "compute_loss" in own:
         steps |= dict.fromkeys(INNER_LOSSES, partial(inner_loss_counted_once, trainer))

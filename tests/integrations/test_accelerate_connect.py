@@ -283,14 +283,28 @@ def test_generating_under_fsdp_is_refused(tmp_path: Path) -> None:
         wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1})
 
 
-def test_an_sft_trainer_that_uses_logits_is_told_at_once_how_to_get_them(tmp_path: Path) -> None:
+def sft_trainer_of_logits(folder: Path) -> Any:
+    """TRL's SFTTrainer before its fused head."""
     trl = pytest.importorskip("trl", reason="TRL is not installed", exc_type=ImportError)
     datasets = pytest.importorskip("datasets", reason="TRL needs it", exc_type=ImportError)
     samples = datasets.Dataset.from_list([{"input_ids": [3, 4, 5]}])
     options = {"train_dataset": samples, "processing_class": number_tokenizer()}
-    arguments = trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
+    arguments = trl.SFTConfig(str(folder), use_cpu=True, bf16=False, report_to=[])
     trainer = trl.SFTTrainer(tiny_llama(), arguments, **options)
     if has_fused_head(trainer.model):
         pytest.skip("this TRL has a fused head")
+    return trainer
+
+
+def test_an_sft_trainer_that_uses_logits_is_told_at_once_how_to_get_them(tmp_path: Path) -> None:
+    trainer = sft_trainer_of_logits(tmp_path)
     with pytest.raises(ValueError, match="whole_logits=True"):
         wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1})
+
+
+def test_the_loss_of_an_sft_trainer_of_logits_is_replaced_as_the_trainers(tmp_path: Path) -> None:
+    """It is that of the Trainer, which multiplies all of it, a router's part too."""
+    trainer = sft_trainer_of_logits(tmp_path)
+    config = {"sequence_parallel_size": 1}
+    with wf_accelerate.connect_trainer(trainer, config, whole_logits=True):
+        assert "compute_loss" in vars(trainer)
