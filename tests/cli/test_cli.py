@@ -145,7 +145,7 @@ def test_bench_links_measures_once_and_then_reads_the_cache(wallfacer, tmp_path:
         (["explain", "ring", "--ranks", "512"], "--ranks must be at most 256, all of which are"),
         (
             ["plan", "--data-parallel-size", "4"],
-            "--data-parallel-size 4 has an effect only with --model",
+            "--data-parallel-size 4 needs --model, --memory-gib",
         ),
         (["explain", "ring", "--moves", "both"], "--moves must be one of"),
         (["explain", "ring", "--picture", "a.bmp"], "--picture must end in one of"),

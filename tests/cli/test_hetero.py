@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -167,6 +169,46 @@ def test_generate_prints_tokens_and_its_prediction(wallfacer, folder: Path) -> N
     assert code == 0 and sampled != out
 
 
+GENERATE = ("generate", "--max-memory", "80kB", "--shaped", "0.1,0.2,10", "--max-new-tokens", "5")
+
+
+def test_generate_reads_its_prompt_from_a_file_or_from_stdin(
+    wallfacer, folder: Path, monkeypatch
+) -> None:
+    """Without the end of the last line, which `echo` adds."""
+    file = folder / "prompt.txt"
+    file.write_text("w3 w4\n")
+    args = (*GENERATE, "--model", str(folder))
+    expected = wallfacer(*args, "--prompt", "w3 w4")[1]
+    assert wallfacer(*args, "--prompt-file", str(file))[1] == expected
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"w3 w4\n")))
+    assert wallfacer(*args, "--prompt-file", "-")[1] == expected
+
+
+def test_generate_refuses_a_prompt_file_that_is_no_text(wallfacer, folder: Path) -> None:
+    args = (*GENERATE, "--model", str(folder), "--prompt-file", str(folder / "model.safetensors"))
+    code, _, err = wallfacer(*args)
+    assert code == 2 and "--prompt-file must be text: 'utf-8' codec" in err
+
+
+@pytest.mark.parametrize("nearly_greedy", [("--temperature", "0.01"), ("--top-p", "0.001")])
+def test_generate_samples_by_temperature_and_top_p(
+    wallfacer, folder: Path, nearly_greedy: tuple[str, str]
+) -> None:
+    args = (*GENERATE, "--model", str(folder), "--prompt", "w3 w4")
+    greedy, sampled = wallfacer(*args)[1], wallfacer(*args, "--sample")[1]
+    assert wallfacer(*args, "--sample", *nearly_greedy)[1] == greedy != sampled
+
+
+def test_generate_asks_by_the_chat_template(wallfacer, folder: Path) -> None:
+    args = (*GENERATE, "--model", str(folder), "--prompt")
+    code, _, err = wallfacer(*args, "w4", "--chat")
+    assert code == 2 and "its tokenizer has no chat template: leave --chat out" in err
+    template = "{% for m in messages %}w3 {{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    assert wallfacer(*args, "w4", "--chat")[1] == wallfacer(*args, "w3 w4")[1]
+
+
 def test_generate_refuses_bad_rates_an_empty_prompt_and_a_missing_folder(
     wallfacer, folder: Path, tmp_path: Path
 ) -> None:
@@ -221,9 +263,16 @@ def test_one_token_is_counted_in_the_singular(wallfacer, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (("--seed", str(2**64)), f"--seed must be from -{2**63} to {2**64 - 1}, got {2**64}"),
-        (("--seed", str(-(2**63) - 1)), f"--seed must be from .*, got -{2**63 + 1}"),
+        (("--seed", str(2**64)), f"--seed must be at most {2**64 - 1}, got {2**64}"),
+        (("--seed", str(-(2**63) - 1)), f"--seed must be at least .*, got -{2**63 + 1}"),
         (("--seed", "7"), "--seed 7 has an effect only with --sample"),
+        (("--top-p", "0.5"), "--top-p 0.5 has an effect only with --sample"),
+        (("--sample", "--temperature", "0"), "--temperature must be at least 0.01, got 0"),
+        (("--sample", "--temperature", "nan"), "--temperature must be at least 0.01, got nan"),
+        (("--sample", "--top-p", "1.5"), "--top-p must be at most 1, got 1.5"),
+        (("--prompt", ""), "the prompt must come from --prompt or from --prompt-file: give one"),
+        (("--prompt-file", "-"), "must come from --prompt or from --prompt-file: give one"),
+        (("--prompt-file", "nowhere.txt"), "'nowhere.txt': No such file"),
         (("--max-new-tokens", "0"), "--max-new-tokens must be a positive integer, got 0"),
         (("--max-new-tokens", str(2**41)), f"--max-new-tokens must be at most {2**40}, got"),
         (("--max-memory", "lots"), "--max-memory must be .* got 'lots'"),

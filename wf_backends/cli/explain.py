@@ -9,22 +9,12 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
+from wf_backends import planner
 from wf_backends._validation import one_of
 from wf_backends.cli import options as o
 from wf_backends.cli.draw import Picture, draw
 from wf_backends.cluster import PRESETS, load_extended
 from wf_backends.config import check_host_size, parse_route
-from wf_backends.planner import (
-    MOVES,
-    Choice,
-    Cost,
-    Plan,
-    Request,
-    Span,
-    Workload,
-    milliseconds,
-    price_plan,
-)
 from wf_backends.schedule import make_layout, place, render, slices_load
 
 PRESET_RANKS = 8  # of a preset by default: a larger grid is hard to read
@@ -63,7 +53,7 @@ def explain(
 
         wallfacer explain ring --ranks 8 --seqlen 65536 --mask mask.json --layout balanced
     """
-    one_of("--moves", moves, MOVES)
+    one_of("--moves", moves, planner.MOVES)
     if ranks is None:
         ranks = PRESET_RANKS if topology in PRESETS else 0
     o.check_range(0, ranks=ranks)
@@ -75,8 +65,8 @@ def explain(
     placed = parse_route("--route", route, cluster.size)
     check_host_size(placed, cluster.size, moves, "--moves")
     workload = model.workload()
-    request = Request(cluster, workload, exact_up_to=cluster.size)
-    plan = price_plan(request, Choice(1, placed, placed, moves))
+    request = planner.Request(cluster, workload, exact_up_to=cluster.size)
+    plan = planner.price_plan(request, planner.Choice(1, placed, placed, moves))
     show(plan, cluster.size, added)
     if workload.mask.slices is not None:
         print("\n".join(mask_lines(workload, cluster.size)))
@@ -85,7 +75,7 @@ def explain(
         print(f"drawn: {picture}")
 
 
-def show(plan: Plan, size: int, added: int) -> None:
+def show(plan: planner.Plan, size: int, added: int) -> None:
     """Print the grid and the timelines of both passes; `added`: hosts that the file lacks."""
     placed, console = plan.choice.forward, Console()
     console.print(f"[bold]{placed}[/bold] on {size} ranks{o.added_hosts_note(added)}\n")
@@ -94,9 +84,9 @@ def show(plan: Plan, size: int, added: int) -> None:
         console.print(timeline(cost, name))
 
 
-def timeline(cost: Cost, name: str) -> Table:
+def timeline(cost: planner.Cost, name: str) -> Table:
     """Each phase of a pass on one time axis: computing and transfers of the rank that ends last."""
-    table = Table(title=f"{name}: {milliseconds(cost.seconds)} ms predicted")
+    table = Table(title=f"{name}: {planner.milliseconds(cost.seconds)} ms predicted")
     table.add_column("phase", no_wrap=True)
     for column in ("compute ms", "transfer ms"):
         table.add_column(column, justify="right")
@@ -104,14 +94,14 @@ def timeline(cost: Cost, name: str) -> Table:
     for label in dict.fromkeys(span.label for span in cost.spans):
         spans = [span for span in cost.spans if span.label == label]
         times = [
-            milliseconds(sum(span.stop - span.start for span in spans if span.kind == kind))
+            planner.milliseconds(sum(span.stop - span.start for span in spans if span.kind == kind))
             for kind in ("compute", "transfer")
         ]
         table.add_row(label, *times, bar(spans, max(cost.seconds, 1e-12)))
     return table
 
 
-def bar(spans: Sequence[Span], total: float) -> str:
+def bar(spans: Sequence[planner.Span], total: float) -> str:
     """The time axis of a phase, of `total` seconds: # computes, - transfers, + both."""
     busy = {"compute": set[int](), "transfer": set[int]()}
     for span in spans:
@@ -121,7 +111,7 @@ def bar(spans: Sequence[Span], total: float) -> str:
     return "".join(marks).rstrip()
 
 
-def mask_lines(workload: Workload, size: int) -> list[str]:
+def mask_lines(workload: planner.Workload, size: int) -> list[str]:
     """Lines about a mask of slices, and about its layout on `size` ranks."""
     slices, seqlen = workload.mask.slices or (), workload.seqlen
     share = f"{workload.scores / seqlen**2:.1%} of all pairs of {seqlen:,} tokens"

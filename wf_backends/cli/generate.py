@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Option
+from typer import FileText, Option
 
 from wf_backends._validation import parse_bytes, positive
 from wf_backends.cli import options as o
@@ -16,18 +16,22 @@ from wf_backends.cli.bench_hetero import known_rates
 from wf_backends.cli.readers import ModelFolder, call_reader
 from wf_backends.hetegen import Accelerator, Rates, ShapedDevice, dispatch_model
 
-MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # of torch's generators
+RANGES = {"seed": (-(2**63), 2**64 - 1), "temperature": (0.01, 100), "top_p": (0.001, 1)}
 GENERATORS = "wallfacer.generators"  # entry points: a folder -> a model with `generate_text`
 
 
 def generate(
     model: ModelFolder,
     max_memory: Annotated[str, Option(help="Of the accelerator, such as 20GB.")],
-    prompt: Annotated[str, Option(help="The beginning of the text.")],
+    prompt: Annotated[str, Option(help="The beginning of the text.")] = "",
+    prompt_file: Annotated[FileText | None, Option(help="The same in a file; - is stdin.")] = None,
+    chat: Annotated[bool, Option("--chat", help="As a question, by the chat template.")] = False,
     max_new_tokens: Annotated[int, Option(help="Tokens to generate.")] = 64,
     cpu_memory: Annotated[str, Option(help="Of the host; empty for all.")] = "",
     sample: Annotated[bool, Option(help="Draw tokens at random; else the likeliest.")] = False,
-    seed: Annotated[int, Option(help="Of --sample.")] = 0,
+    temperature: Annotated[float | None, Option(help="Of --sample; or the folder's.")] = None,
+    top_p: Annotated[float | None, Option(help="Of --sample; or the folder's.")] = None,
+    seed: Annotated[int | None, Option(help="Of --sample.", show_default="0")] = None,
     shaped: Annotated[
         str, Option(help="Without an accelerator: GB/s of link, host, accelerator, as 1,3,20.")
     ] = "",
@@ -43,16 +47,14 @@ def generate(
         wallfacer generate --model ./llama --max-memory 20GB --prompt "Once upon a time"
     """
     positive("--max-new-tokens", max_new_tokens, o.MAX_SIZES["seqlen"])
-    if not MIN_SEED <= seed <= MAX_SEED:
-        raise ValueError(f"--seed must be from {MIN_SEED} to {MAX_SEED}, got {seed}")
-    if seed and not sample:
-        raise ValueError(f"--seed {seed} has an effect only with --sample: give both, or none")
+    options = sampling(sample, temperature=temperature, top_p=top_p, seed=seed)
+    text = read_prompt(prompt, prompt_file)
     memory: dict[int | str, int | str] = {0: parse_bytes("--max-memory", max_memory)}
     if cpu_memory:
         memory["cpu"] = parse_bytes("--cpu-memory", cpu_memory)
     device = shaped_device(shaped) if shaped else Accelerator()  # raises before the model is loaded
     log(f"loading {model}")
-    loaded = call_reader(GENERATORS, "generate", model)
+    loaded = call_reader(GENERATORS, "generate", model, chat)
     if not shaped:
         device = Accelerator(accelerator_rates(loaded.model, o.cache_folder_of(cache_dir)))
     with dispatch_model(loaded.model, memory, device) as handle:
@@ -63,10 +65,29 @@ def generate(
         )
         times: list[float] = []
         on_text = partial(write, times, max_new_tokens)
-        draw_seed = seed if sample else None
-        rest = loaded.generate_text(prompt, max_new_tokens, on_text, draw_seed, bool(shaped))
-    print(rest)
+        print(loaded.generate_text(text, max_new_tokens, on_text, bool(shaped), **options))
     log(rate(times))
+
+
+def sampling(sample: bool, **given: float | None) -> dict[str, Any]:
+    """Arguments of `generate_text`: those that were given; refuses them without --sample."""
+    options = {name: value for name, value in given.items() if value is not None}
+    for name, value in options.items():
+        o.check_range(*RANGES[name], **{name: value})
+        if not sample:
+            option = f"--{name.replace('_', '-')} {value}"
+            raise ValueError(f"{option} has an effect only with --sample: give both, or none")
+    return {"do_sample": sample, **options}
+
+
+def read_prompt(prompt: str, file: FileText | None) -> str:
+    """The prompt, or the text of the file without the end of its last line."""
+    if bool(prompt) == bool(file):
+        raise ValueError("the prompt must come from --prompt or from --prompt-file: give one")
+    try:
+        return file.read().removesuffix("\n") if file else prompt
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompt-file must be text: {error}") from error
 
 
 def accelerator_rates(model: Any, folder: Path) -> Rates:

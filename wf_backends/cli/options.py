@@ -55,9 +55,7 @@ class Model:
     dtype: Annotated[str, Option(help=f"One of {', '.join(ITEMSIZES)}.")] = "bfloat16"
     causal: Annotated[bool, Option("--causal/--full", help="Whether later keys are hidden.")] = True
     window: Annotated[int, Option(help="Tokens that a query sees to its left; -1 = all.")] = -1
-    layout: Annotated[
-        str, Option(help="zigzag, contiguous; document_zigzag of documents, balanced of --mask.")
-    ] = "zigzag"
+    layout: Annotated[str, Option(help=f"One of {', '.join(LAYOUTS)}.")] = "zigzag"
     kernel: Annotated[str, Option(help="Its rate is used; auto = the topology's first.")] = "auto"
     partials: Annotated[str, Option(help="Partial results: float32 or activation.")] = FLOAT32
     value_dim: Annotated[int, Option(help="Size of one head's values; 0 = head_dim.")] = 0
@@ -162,7 +160,7 @@ def check_range(minimum: int, maximum: float = inf, **options: float) -> None:
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
         if not value >= minimum:  # also true for NaN
-            raise ValueError(f"{option} must be at least {minimum}, got {value:g}")
+            raise ValueError(f"{option} must be at least {minimum}, got {value}")
         if value > maximum:
             raise ValueError(f"{option} must be at most {maximum}, got {value}")
 

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer import Option
 
-from wf_backends._validation import AUTO
-from wf_backends._validation import MAX_COUNT as MAX_RANKS
+from wf_backends._validation import AUTO, MAX_COUNT
 from wf_backends.cli import options as o
 from wf_backends.cli.budget import make_budget, show_budget
 from wf_backends.cli.plan_table import full_table, short_table
@@ -67,22 +66,20 @@ def plan(
 
         wallfacer plan --heads 32 --kv-heads 8 --seqlen 131072 --topology h100-8x400g
 
-        wallfacer plan --model path/of/a/model --topology my_cluster.toml --ranks 16 --json
-
-        wallfacer plan --model path/of/a/model --memory-gib 80
+        wallfacer plan --model path/of/a/model --memory-gib 80 --topology my_cluster.toml --json
 
         wallfacer plan --ranks 8 --seqlen 65536 --documents 2048 --layout document_zigzag
 
         wallfacer plan --ranks 8 --seqlen 65536 --mask mask.json --layout balanced
     """
     o.check_range(0, ulysses_degree=ulysses_degree, exact_up_to=exact_up_to)
-    o.check_range(0, MAX_RANKS, ranks=ranks)
+    o.check_range(0, MAX_COUNT, ranks=ranks)
     o.check_range(0, MAX_MEMORY_GIB, memory_gib=memory_gib)
     o.check_range(1, top=6 if top is None else top, data_parallel_size=data_parallel_size)
     if show_all and top is not None:
         raise ValueError(f"--all contradicts --top {top}: leave one of them out")
     cluster, added = load_extended(topology, ranks)
-    o.check_range(0, MAX_RANKS, ranks=cluster.size)
+    o.check_range(0, MAX_COUNT, ranks=cluster.size)
     asked = Request(
         cluster,
         model.workload(),
@@ -93,10 +90,7 @@ def plan(
     )
     trained = (model.name, data_parallel_size) if model.name and memory_gib else None
     if data_parallel_size > 1 and trained is None:
-        raise ValueError(
-            f"--data-parallel-size {data_parallel_size} has an effect only with --model and "
-            "--memory-gib"
-        )
+        raise ValueError(f"--data-parallel-size {data_parallel_size} needs --model, --memory-gib")
     answer(asked, added, None if show_all else top or 6, as_json, trained)
 
 

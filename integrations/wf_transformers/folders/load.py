@@ -131,30 +131,36 @@ def _main_dtype(tensors: dict[str, Tensor]) -> torch.dtype | None:
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """A model and its tokenizer."""
+    """A model and its tokenizer; `chat`: whether prompts are questions by its chat template."""
 
     model: PreTrainedModel
     tokenizer: Any
+    chat: bool = False
 
     def generate_text(
         self,
         prompt: str,
         max_new_tokens: int,
         write: Callable[[str], None],
-        seed: int | None,
         on_host: bool,
+        seed: int = 0,
+        **options: Any,
     ) -> str:
         """Call `write` with the text of each new token, in order; returns the text that is left: a
         character at the end that lacks bytes.
 
         Args:
-            seed: for sampling. None: greedy decoding.
             on_host: whether the model's inputs are on the host, not on torch's accelerator.
+            seed: for sampling.
+            options: of transformers' `generate`, such as do_sample, temperature and top_p.
 
         Raises:
             ValueError: for a prompt without tokens, or with one that the model does not have.
         """
-        ids = self.tokenizer(prompt, return_tensors="pt").input_ids
+        text = self._question(prompt) if self.chat else prompt
+        ids = self.tokenizer(
+            text, return_tensors="pt", add_special_tokens=not self.chat
+        ).input_ids  # the template has its own
         if not ids.numel():
             raise ValueError(f"the prompt must have a token at least, got {prompt!r}")
         embeddings: Any = self.model.get_input_embeddings()
@@ -166,20 +172,26 @@ class Generator:
             )
         if not on_host:
             ids = ids.to(torch.accelerator.current_accelerator())
-        if seed is not None:
-            torch.manual_seed(seed)
+        torch.manual_seed(seed)
         writer = _Writer(self.tokenizer, write)
         self.model.generate(  # type: ignore[operator]
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
-            do_sample=seed is not None,
             num_beams=1,  # the folder may say more, whose text is not known token by token
             num_return_sequences=1,
             streamer=writer,
             pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0,
+            **options,
         )
         return writer.rest
+
+    def _question(self, prompt: str) -> str:
+        messages = [{"role": "user", "content": prompt}]
+        with refused_by_name(self.tokenizer.name_or_path):  # templates raise errors of their own
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
 
 
 class _Writer(BaseStreamer):
@@ -206,8 +218,10 @@ class _Writer(BaseStreamer):
         pass
 
 
-def generator(folder: Path) -> Generator:
+def generator(folder: Path, chat: bool = False) -> Generator:
     """The model and tokenizer for `wallfacer generate`."""
     with refused_by_name(folder):
         tokenizer = AutoTokenizer.from_pretrained(folder)  # first, because it fails sooner
-        return Generator(model_from_folder(folder), tokenizer)
+        if chat and not tokenizer.chat_template:
+            raise ValueError("its tokenizer has no chat template: leave --chat out")
+        return Generator(model_from_folder(folder), tokenizer, chat)
