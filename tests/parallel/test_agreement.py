@@ -300,3 +300,22 @@ def test_error_names_what_differs_in_the_batch(
 
     with pytest.raises(ValueError, match=message):
         run_threads(2, rank, timeout=20)
+
+
+@pytest.mark.parametrize("needing", ["x", "sinks"])
+def test_a_gradient_that_not_all_ranks_need_is_an_error_before_a_backward_waits(
+    needing: str,
+) -> None:
+    def rank(comm: Any) -> None:
+        config = SequenceParallelConfig(sequence_parallel_size=RANKS, route="ring")
+        sp = SequenceParallel(config, comm)
+        inputs = {"x": torch.zeros(1, 8, 4, 8), "sinks": torch.zeros(4)}
+        inputs[needing].requires_grad_(comm.rank == 1)
+        x, sinks = inputs.values()
+        out = sp.attention(x, x, x, sinks=sinks)
+        if out.requires_grad:
+            out.sum().backward()
+
+    message = r"needs a gradient: False \(ranks \[0, 2\]\), True \(ranks \[1\]\)"
+    with pytest.raises(ValueError, match=message):
+        run_threads(RANKS, rank, timeout=5.0)

@@ -160,8 +160,8 @@ class DistributedAttention(PlannedCalls):
         The scores are for all heads; under Ulysses the kernel is for this rank's heads.
         """
         spec, latent_dim = _spec(q, k, v, softmax)
-        batch = q.shape[0]
-        same, objects = self._compared(spec, batch, mask, softmax.options, seqlen)
+        batch, with_backward = q.shape[0], _has_backward(q, k, v, *softmax.learned)
+        same, objects = self._compared(spec, batch, mask, softmax.options, seqlen, with_backward)
         lengths = {"q rows": q.shape[1], "key rows": k.shape[1]}
         now = Pass(self._num_calls + 1, layer)
         self.comm.enter(now)
@@ -201,6 +201,11 @@ def _spec(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> tuple[KernelSpec
     dims = head_dim, heads, kv_heads, value_dim
     options = scores.slopes is not None, scores.dropout is not None, bias is not None
     return KernelSpec(q.device.type, q.dtype, *dims, scores.softcap > 0, *options), latent_dim
+
+
+def _has_backward(*inputs: Tensor | None) -> bool:
+    """Whether autograd will call the backward, which waits for messages of the other ranks."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, group: HeadGroup, learned: Learned) -> Tensor:
