@@ -76,7 +76,8 @@ def refuse_transforms(call: str, instead: str, /, **tensors: Tensor) -> None:
     differentiates = forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
     for name, x in tensors.items():
         wrapped = functorch.is_functorch_wrapped_tensor(x)
-        if wrapped or (differentiates and forward_ad.unpack_dual(x).tangent is not None):
+        batched = functorch.is_legacy_batchedtensor(x)  # by is_grads_batched of autograd.grad
+        if wrapped or batched or (differentiates and forward_ad.unpack_dual(x).tangent is not None):
             raise NotImplementedError(
                 f"{call} under torch.vmap, torch.func or forward-mode differentiation (jvp) is not "
                 f"supported, and {name} is inside one of them: {instead}"

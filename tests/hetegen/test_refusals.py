@@ -245,3 +245,13 @@ def test_a_weight_of_a_tensor_subclass_is_not_split() -> None:
         with dispatch_model(model, {0: 60_000}, fast_device()) as handle:
             assert len(handle.plan.splits) == 3
             torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-5)
+
+
+def test_weight_norm_of_a_split_linear_is_refused_and_the_model_stays_exact() -> None:
+    model, x = MLP(), torch.randn(2, 64)
+    with torch.no_grad():
+        expected = model(x)
+        with dispatch_model(model, MLP_SPLIT, fast_device()):
+            with pytest.raises(ValueError, match="takes no weight_norm"):
+                nn.utils.parametrizations.weight_norm(model.layers[1])
+            torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-5)

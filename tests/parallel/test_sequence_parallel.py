@@ -251,6 +251,18 @@ def test_double_backward_through_attention_is_refused(size: int, ulysses_degree:
     run_threads(size, rank)
 
 
+@pytest.mark.parametrize(("size", "ulysses_degree"), [(1, 1), (2, 1), (2, 2)])
+def test_a_batch_of_gradients_is_refused(size: int, ulysses_degree: int) -> None:
+    def rank(comm):
+        config = SequenceParallelConfig(sequence_parallel_size=size, ulysses_degree=ulysses_degree)
+        x = torch.randn(1, 4, 2, 8, requires_grad=True)
+        out = SequenceParallel(config, comm).attention(x, x, x)
+        with pytest.raises(NotImplementedError, match=r"a backward under torch\.vmap"):
+            torch.autograd.grad(out, x, torch.ones(3, *out.shape), is_grads_batched=True)
+
+    run_threads(size, rank)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_double_backward_through_the_loss_is_refused(size: int) -> None:
     def rank(comm):

@@ -106,6 +106,11 @@ class SplitWeight(nn.Parameter):
             raise NotImplementedError(
                 "a split weight is not sliced: call dispatch_model before autochunk"
             )
+        if func is torch.norm_except_dim:
+            raise ValueError(  # weight_norm would ignore a NotImplementedError
+                "a split weight takes no weight_norm: call handle.remove() first, and "
+                "dispatch_model after weight_norm"
+            )
         dim, names = PRODUCTS.get(func, (0, ()))
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         weight = arguments.pop("weight", None)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wf_backends._compile import refuse_transforms
+
 Backward = Callable[..., Any]
 Move = Callable[[Tensor, str], Tensor]  # (tensor, label of its messages) -> tensor
 
@@ -21,13 +23,14 @@ implementations"."""
 
 
 def first_order_only(backward: Backward) -> Backward:
-    """Decorate the backward of an autograd function: it raises in a double backward.
+    """Decorate the backward of an autograd function: it raises in a double backward, and in a
+    vmap of gradients (is_grads_batched, the vectorized Jacobian).
 
     torch's `once_differentiable` does not raise where the incoming gradients need no gradient; the
     second derivative through this function would be missing without a word.
 
     Raises:
-        NotImplementedError: under create_graph=True.
+        NotImplementedError: under create_graph=True or torch.vmap.
     """
 
     @wraps(backward)
@@ -38,6 +41,8 @@ def first_order_only(backward: Backward) -> Backward:
                 "sp.loss or a tiled module is not supported: take the gradient penalty of modules "
                 "behind them, or on one process with torch's own attention and without tiles"
             )
+        for grad in filter(torch.is_tensor, grads):
+            refuse_transforms("a backward", "take one gradient after the other", gradient=grad)
         return backward(ctx, *grads)
 
     return checked_backward
