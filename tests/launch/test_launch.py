@@ -162,9 +162,20 @@ def test_ranks_that_do_not_come_are_named(set_environ):
 
 def test_a_rank_0_that_does_not_come_is_named(set_environ):
     set_environ(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="9")
-    message = r"rank 1 of 2 \(environment\) did not reach rank 0 at 127.0.0.1:9"
+    message = r"rank 1 of 2 \(environment\) did not reach rank 0 at 127.0.0.1:9 .* refused"
+    threads = threading.enumerate()
     with pytest.raises(RuntimeError, match=message):
         launch.init(timeout=1)
+    assert threading.enumerate() == threads  # one inside of torch may abort Python's end
+
+
+def test_a_rank_0_that_comes_late_is_awaited(set_environ):
+    port = free_port()
+    set_environ(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    rank_0 = threading.Timer(1.2, dist.TCPStore, ("127.0.0.1", port, 2, True))
+    rank_0.start()
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 .* waited 2 s at .*: ranks \[0\]"):
+        launch.init(timeout=2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -25,6 +25,9 @@ from wf_backends.launch.environment import Place
 ATTEMPT, MET = "attempt", "met"  # keys: the name of rank 0's attempt, and who came to it
 LOOK_S = 1.0  # after which a rank looks whether rank 0 has begun another attempt
 GRACE_S = 5.0  # in which a wait with a timeout ends by itself
+POLL_S = 0.2  # between two looks whether rank 0 listens
+CONNECT_S = 10.0  # after which a connection is tried anew: hosts that boot lose its packets
+CONNECTS = 4  # a TCPStore that reaches nobody takes up to 3.5 of its timeouts + 1.5 s
 
 
 def open_store(place: Place, world: Any, timeout: float) -> tuple[Place, Store]:
@@ -65,18 +68,35 @@ def _open(place: Place, timeout: float) -> tuple[Place, TCPStore]:
     assert place.address is not None and place.port is not None
     address, port, size = place.address, place.port, place.world_size
     listens = place.rank == 0 and not place.agent_store
-    wait = timedelta(seconds=timeout)
-    try:  # torch itself takes twice the timeout, or for ever if another program has the port
-        store = in_time(
+    wait = timedelta(seconds=timeout / CONNECTS)
+    try:
+        if not listens:
+            _await_port(address, port, timeout)
+        store = in_time(  # a thread that is in TCPStore when Python ends aborts the process
             lambda: TCPStore(address, port, size, listens, wait, wait_for_workers=False), timeout
         )
-    except RuntimeError as error:
+    except (OSError, UnicodeError, RuntimeError) as error:
         problem = "could not listen at" if listens else "did not reach rank 0 at"
         raise RuntimeError(
             f"rank {place.rank} of {size} ({place.launcher}) {problem} {address}:{port} within "
             f"{timeout:g} s: {_unknown_name(address) or error}"
         ) from error
+    store.set_timeout(timedelta(seconds=timeout))
     return replace(place, port=store.port), store
+
+
+def _await_port(address: str, port: int, timeout: float) -> None:
+    """Wait until a program listens there. OSError, UnicodeError: why none was reached in time."""
+    end = time.monotonic() + timeout
+    while True:
+        left = end - time.monotonic()
+        wait = min(max(left, POLL_S), CONNECT_S)
+        try:
+            return socket.create_connection((address, port), wait).close()
+        except (OSError, UnicodeError):
+            if left < 2 * POLL_S:
+                raise
+        time.sleep(POLL_S)
 
 
 def _unknown_name(address: str) -> str:
