@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from tests.helpers import run_processes
 from wf_backends import SequenceParallel, SequenceParallelConfig
-from wf_backends.comm import Board
+from wf_backends.comm import Board, make_comm
 from wf_backends.launch import agreement, refuse_other_value
 
 
@@ -38,8 +38,9 @@ def test_groups_of_other_ranks_are_not_compared(monkeypatch: pytest.MonkeyPatch)
     refuse_other_value("size", 1, (1,), 0)
 
 
-def make_sequence_parallels(_: Any, size_of_rank_1: int) -> str:
-    """One of one rank's own group on rank 1 alone, one of all ranks, one that differs on rank 1."""
+def make_sequence_parallels(_: Any, size_of_rank_1: int, has_comm: bool = False) -> str:
+    """One of one rank's own group on rank 1 alone, one of all ranks, one that differs on rank 1,
+    whose group is None or a communicator."""
     rank = dist.get_rank()
     own_groups = [dist.new_group([rank]) for rank in range(3)]
     if rank == 1:
@@ -50,7 +51,8 @@ def make_sequence_parallels(_: Any, size_of_rank_1: int) -> str:
         dist.barrier()  # it comes last
     try:
         size = size_of_rank_1 if rank == 1 else 3
-        SequenceParallel(SequenceParallelConfig(sequence_parallel_size=size))
+        config = SequenceParallelConfig(sequence_parallel_size=size)
+        SequenceParallel(config, make_comm() if has_comm else None)
         return ""
     except ValueError as error:
         return str(error)
@@ -59,9 +61,10 @@ def make_sequence_parallels(_: Any, size_of_rank_1: int) -> str:
             dist.barrier()
 
 
-def test_a_rank_whose_sequence_parallel_size_is_1_is_named_at_once() -> None:
+@pytest.mark.parametrize("has_comm", [False, True])
+def test_a_rank_whose_sequence_parallel_size_is_1_is_named_at_once(has_comm: bool) -> None:
     """It would wait for no one, and the others for it until the timeout."""
-    errors = run_processes(3, make_sequence_parallels, 1)
+    errors = run_processes(3, make_sequence_parallels, 1, has_comm)
     assert errors[0] == errors[2] == ""
     assert "sequence_parallel_size: 1 on rank 1, 3 on rank 0." in errors[1]
 

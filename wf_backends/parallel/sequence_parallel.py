@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wf_backends._compile import eager
 from wf_backends.cluster import JobTopology, Topology, cache_folder
-from wf_backends.comm import Shared, fingerprint, make_comm, sum_over_ranks
+from wf_backends.comm import GroupComm, MpiComm, Shared, fingerprint, make_comm, sum_over_ranks
 from wf_backends.config import SequenceParallelConfig, checked
 from wf_backends.launch import refuse_other_value
 from wf_backends.parallel.attention import AttentionMethod, DistributedAttention
@@ -53,7 +53,7 @@ class SequenceParallel(AttentionMethod, Sharding, Shared):
                 f"sequence_parallel_size must divide the {group_comm.size} ranks of the group, "
                 f"got {size}{advice if group_comm.size == 1 else ''}"
             )
-        if group_comm is not group:  # the ranks of a Communicator may be threads
+        if isinstance(group_comm, GroupComm | MpiComm):  # ranks may be threads otherwise
             ranks = group_comm.global_ranks
             refuse_other_value("sequence_parallel_size", size, ranks, group_comm.rank)
         first = group_comm.rank // size * size
