@@ -12,7 +12,7 @@ from pathlib import Path
 from torch.utils.cpp_extension import get_default_build_root
 
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
-STALE_SECONDS = 600.0  # a younger lock may belong to a compilation that is running
+STALE_SECONDS = 10.0  # ranks of one job start within that: a younger lock may be their own
 
 
 def extensions_root() -> Path:
@@ -21,7 +21,7 @@ def extensions_root() -> Path:
 
 
 def stale_locks(root: Path) -> list[Path]:
-    """Lock files that killed compilations left behind; a job that finds one waits for ever.
+    """Lock files of other jobs' compilations; one that was killed leaves its file for ever.
 
     Args:
         root: a torch extensions folder.
@@ -32,12 +32,13 @@ def stale_locks(root: Path) -> list[Path]:
 
 
 def warn_of_stale_locks(root: Path) -> None:
-    """Warn of lock files that make a compilation hang, and say what to do."""
+    """Warn of lock files for which a compilation waits, and say what to do."""
     locks = stale_locks(root)
     if locks:
         warnings.warn(
-            f"an operator's compilation was killed once and left {', '.join(map(str, locks))}: "
-            f"a job that needs this operator waits for ever; delete the file",
+            f"another job compiles an operator, or was killed meanwhile and left "
+            f"{', '.join(map(str, locks))}: a job that needs this operator waits, without a word, "
+            f"until the file is gone; if no other job compiles now, delete the file",
             RuntimeWarning,
             stacklevel=3,
         )
