@@ -253,6 +253,11 @@ def _refuse_accelerator(accelerator: Accelerator, allowed: Sequence[Any]) -> Non
             'accelerate runs DeepSpeed here: put a "wallfacer" block into the DeepSpeed JSON and '
             "start the script by python -m wf_deepspeed (docs/deepspeed.md)"
         )
+    if hasattr(accelerator, "deepspeed_engine_wrapped"):
+        raise ValueError(
+            "the Accelerator was given a DeepSpeed configuration, which cpu=True leaves out: take "
+            "it away, or use DeepSpeed with a block in its JSON (docs/deepspeed.md)"
+        )
     if distributed_type not in AVERAGING:
         raise NotImplementedError(
             f"accelerate's distributed_type must be one of {AVERAGING}, got {distributed_type}"

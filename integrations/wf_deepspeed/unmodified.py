@@ -106,10 +106,21 @@ def with_group_batch_size(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sequence_parallel_size() -> int:
-    """Read sequence_parallel_size of accelerate's DeepSpeed configuration; 1 without a block."""
+    """Read sequence_parallel_size of accelerate's DeepSpeed configuration; 1 without a block.
+
+    Raises:
+        ValueError: if accelerate was given a configuration and left DeepSpeed out.
+    """
     from accelerate.state import AcceleratorState
+    from accelerate.utils import parse_flag_from_env
 
     plugin = AcceleratorState().deepspeed_plugin
+    if plugin is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        raise ValueError(
+            f'Accelerator(cpu=True) leaves out DeepSpeed, and the "{KEY}" block of its JSON with '
+            "it: on CPUs call accelerate.PartialState(cpu=True) and then Accelerator(), without "
+            "cpu=True and without ACCELERATE_USE_CPU"
+        )
     config = getattr(plugin, "deepspeed_config", None) or {}
     block = read_block(load_config(config)) if KEY in config else None
     return block.sequence_parallel.sequence_parallel_size if block else 1

@@ -83,6 +83,12 @@ def fake_accelerator(distributed_type: str = "MULTI_GPU", **attributes: Any) -> 
     ("accelerator", "config", "error", "message"),
     [
         (fake_accelerator("DEEPSPEED"), {}, NotImplementedError, "python -m wf_deepspeed"),
+        (
+            fake_accelerator("MULTI_CPU", deepspeed_engine_wrapped=None),
+            {},
+            ValueError,
+            "DeepSpeed configuration, which cpu=True leaves out",
+        ),
         (fake_accelerator("MEGATRON_LM"), {}, NotImplementedError, "MEGATRON_LM"),
         (fake_accelerator(_models=[1]), {}, ValueError, "before accelerator.prepare"),
         (fake_accelerator(_dataloaders=[1]), {}, ValueError, "before accelerator.prepare"),

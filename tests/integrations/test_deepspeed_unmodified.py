@@ -59,6 +59,18 @@ with patch.object(accelerate.scheduler, "AcceleratorState") as state:
 assert scheduler.get_last_lr() == [2.0], scheduler.get_last_lr()
 """
 
+LEFT_OUT = """
+import pytest, torch, wf_accelerate, wf_deepspeed
+from accelerate import Accelerator, DeepSpeedPlugin
+block = {"sequence_parallel_size": 1}
+config = {"train_batch_size": 1, "zero_optimization": {"stage": 0}, "wallfacer": block}
+accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+with wf_deepspeed.opened(), pytest.raises(ValueError, match="leaves out DeepSpeed"):
+    accelerator.prepare(torch.utils.data.DataLoader([1, 2]))
+with pytest.raises(ValueError, match="which cpu=True leaves out"):
+    wf_accelerate.connect(torch.nn.Linear(2, 2), accelerator, block)
+"""
+
 
 def train_without_wallfacer(folder: Path, ranks: int, accumulation: int) -> dict[str, Any]:
     """Run the script without DeepSpeed, under torch's DDP if there are several ranks."""
@@ -109,6 +121,10 @@ def test_a_scheduler_that_accelerate_prepares_beside_deepspeed_makes_a_step_for_
     None
 ):
     run_ranks(["-c", PREPARED_SCHEDULER], 1)
+
+
+def test_a_deepspeed_config_that_accelerate_leaves_out_is_refused() -> None:
+    run_ranks(["-c", LEFT_OUT], 1)
 
 
 def test_opened_restores_the_functions_that_it_replaces() -> None:
