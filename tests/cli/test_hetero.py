@@ -247,6 +247,16 @@ def test_generate_refuses_a_token_that_the_model_does_not_have(wallfacer, folder
     assert code == 2 and "has the token 96, and the model has 96 tokens" in err
 
 
+def test_generate_refuses_more_tokens_than_learned_positions(wallfacer, folder: Path) -> None:
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 96, "n_positions": 6}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(folder)
+    args = (*GENERATE, "--model", str(folder), "--max-memory", "20kB", "--prompt")
+    assert wallfacer(*args, "w3 w4")[0] == 0
+    code, _, err = wallfacer(*args, "w3 w4 w5")
+    message = "a prompt of 3 tokens and --max-new-tokens 5: GPT2LMHeadModel has 6 learned positions"
+    assert code == 2 and message in err
+
+
 def test_generate_refuses_a_broken_tokenizer(wallfacer, folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     args = ("generate", "--prompt", "w3", "--max-memory", "80kB", "--shaped", "1,2,3", "--model")

@@ -21,6 +21,7 @@ from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from wf_transformers.folders.shape import refused_by_name
+from wf_transformers.folders.skeleton import check_positions
 
 
 def model_from_folder(
@@ -155,7 +156,8 @@ class Generator:
             options: of transformers' `generate`, such as do_sample, temperature and top_p.
 
         Raises:
-            ValueError: for a prompt without tokens, or with one that the model does not have.
+            ValueError: for a prompt without tokens, or with one that the model does not have, or
+                more tokens than the model has learned positions.
         """
         text = self._question(prompt) if self.chat else prompt
         ids = self.tokenizer(
@@ -170,6 +172,8 @@ class Generator:
                 f"the tokenizer is not the model's: the prompt has the token {largest}, and the "
                 f"model has {vocabulary} tokens"
             )
+        tokens = f"a prompt of {ids.numel()} tokens and --max-new-tokens {max_new_tokens}"
+        check_positions(tokens, self.model, ids.numel() + max_new_tokens - 1)
         if not on_host:
             ids = ids.to(torch.accelerator.current_accelerator())
         torch.manual_seed(seed)

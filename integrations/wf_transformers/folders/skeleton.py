@@ -57,7 +57,7 @@ def skeleton(
             _check_class(auto_class._model_mapping[type(config)], attention)
             model = auto_class.from_config(config, attn_implementation=attention, torch_dtype=dtype)
         _attributes_as_buffers(model)
-        _check_positions(model, seqlen)
+        check_positions(f"--seqlen {seqlen}", model, seqlen)
         inputs: dict[str, Any] = {"input_ids": torch.zeros(batch, seqlen, dtype=torch.long)}
     if layers is None:
         return skeleton(folder, seqlen, batch, attention, _layers_of_all_kinds(model))
@@ -116,7 +116,7 @@ def _check_class(model_class: Any, attention: str) -> None:
         raise ValueError(f"{name} has no attention {attention!r}; give --attention eager")
 
 
-def _check_positions(model: nn.Module, seqlen: int) -> None:
+def check_positions(name: str, model: nn.Module, tokens: int) -> None:
     """Refuse more tokens than the model has learned positions: on fake tensors it would run."""
     config: Any = model.config
     if getattr(config, "position_embedding_type", None) == "rotary":  # ESM has a table, unused
@@ -125,8 +125,8 @@ def _check_positions(model: nn.Module, seqlen: int) -> None:
         if isinstance(module, nn.Embedding) and path.rpartition(".")[2] in LEARNED_POSITIONS:
             rows = module.num_embeddings  # OPT's table has two more than it has positions
             limit = min(rows, getattr(config, "max_position_embeddings", rows))
-            if seqlen > limit:
+            if tokens > limit:
                 raise ValueError(
-                    f"--seqlen {seqlen}: {type(model).__name__} has {limit} learned positions "
+                    f"{name}: {type(model).__name__} has {limit} learned positions "
                     f"({path}); give at most so many tokens"
                 )
