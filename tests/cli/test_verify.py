@@ -18,6 +18,8 @@ ON_FOUR = ("--sequence-parallel-size", "4")
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 61}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
+T5_SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": 61}
+
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +50,23 @@ def test_an_exact_model_passes(wallfacer, tmp_path: Path, weights: bool, args: A
     assert out.splitlines()[-1].startswith(
         f"LlamaForCausalLM{drawn} on 4 ranks gives what it gives on one: "
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("LlamaModel", SMALL | HEADS),
+        ("T5ForConditionalGeneration", T5_SIZES),
+    ],
+)
+def test_a_model_without_a_head_and_an_encoder_with_a_decoder_are_compared(
+    wallfacer, tmp_path: Path, name: str, sizes: dict[str, int]
+) -> None:
+    config = getattr(transformers, name).config_class(**sizes, architectures=[name])
+    config.save_pretrained(tmp_path)
+    code, out, err = wallfacer("verify", "--model", str(tmp_path), *ON_FOUR)
+    assert code == 0, err
+    assert f"{name} with drawn weights on 4 ranks gives what it gives on one" in out
 
 
 def test_a_model_that_mixes_tokens_outside_of_attention_fails(

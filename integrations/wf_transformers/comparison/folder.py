@@ -18,6 +18,7 @@ from wf_transformers.comparison.verify import Report, verify
 from wf_transformers.entry import attach_model
 from wf_transformers.folders.shape import refused_by_name
 from wf_transformers.handle import Handle
+from wf_transformers.models import head_of
 from wf_transformers.whole_batches.hooks import WholeBatchHooks
 
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -43,15 +44,16 @@ def verify_folder(folder: Path, config: SequenceParallelConfig) -> str:
 
     def verify_on_rank(comm: Communicator) -> Report | None:
         sp, rank_model = SequenceParallel(config, comm), _sharing_parameters(model)
-        takes_tokens = model.main_input_name == "input_ids"
+        has_head = head_of(model) != "other" or model.base_model is not model
+        takes_batches = model.main_input_name == "input_ids" and has_head
 
         def attach() -> Handle:
             handle = attach_model(rank_model, sp)
-            if takes_tokens:
+            if takes_batches:
                 WholeBatchHooks(rank_model, handle)
             return handle
 
-        return verify(rank_model, sp, attach, "strict", whole_batches=takes_tokens)
+        return verify(rank_model, sp, attach, "strict", whole_batches=takes_batches)
 
     report = run_threads(config.sequence_parallel_size, verify_on_rank, timeout=TIMEOUT)[0]
     assert report is not None, "strict, and on several ranks"

@@ -85,6 +85,8 @@ def _tokens(
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" in parameters and parameters["position_ids"].default is inspect._empty:
         batch["position_ids"] = prepare_batch(batch, multiple=1)["position_ids"]
+    if "decoder_input_ids" in parameters and _takes(model, "input_ids"):
+        batch["decoder_input_ids"] = ids.flip(1)  # T5 makes none from input_ids alone
     if labelled and _takes(model, "labels") and head_of(model) != "other":
         mask = batch.get("attention_mask", torch.ones_like(ids))
         batch["labels"] = ids.masked_fill(mask == 0, -100)
