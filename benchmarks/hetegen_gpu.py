@@ -1,13 +1,14 @@
 """HeteGen on a GPU: tokens a second beside streaming, the host alone and other packages.
 
-    python benchmarks/hetegen_gpu.py                  # about 170 s: 7 GB of weights in bfloat16
-    python benchmarks/hetegen_gpu.py --quick          # about 100 s
+    python benchmarks/hetegen_gpu.py                  # 7 GB of weights in bfloat16
+    python benchmarks/hetegen_gpu.py --quick
     python benchmarks/hetegen_gpu.py --device cpu --layers 2 --width 1024    # threads for lanes
 
 A Llama of random weights. A pass is the model's call for one token of each sequence, with its
 cache, until the next token is known to the host; the table has the median of several. "memory" is
 the GPU memory for split weights, as a share of them; slabs and all other weights come on top.
-OMP_NUM_THREADS must not be 1: the host's lane computes with torch's threads. Parts: ours, peers.
+OMP_NUM_THREADS must not be 1: the host's lane computes with torch's threads. Parts: buffers (copies
+pass through pinned memory), weights (they are pinned), peers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import faulthandler
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -43,24 +44,26 @@ HEAD += ("measured / predicted", "call ms", "GPU GB: planned, peak")
 class Run:
     """What all measurements share.
 
-    passes, seconds: of one measurement, at most; it has at least 3 passes.
+    pin_memory: of `dispatch_model`. passes, seconds: of one measurement, at most; it has at least
+    3 passes.
     """
 
     device: torch.device
     rates: Rates
+    pin_memory: Any
     passes: int
     seconds: float
 
-    def lanes(self, rates: Rates) -> Any:
-        """The device for `dispatch_model`, with the rates that its plan shall use."""
+    def lanes(self) -> Any:
+        """The device for `dispatch_model`."""
         if self.device.type == "cuda":
-            return Accelerator(rates)
-        return ShapedDevice(1e9, 3e9, 2e10, call_seconds=rates.call_seconds)
+            return Accelerator(self.rates)
+        return ShapedDevice(1e9, 3e9, 2e10)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("parts", nargs="*", default=["ours", "peers"])
+    parser.add_argument("parts", nargs="*", default=["buffers", "weights", "peers"])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=4096)
@@ -79,16 +82,16 @@ def main() -> None:
     size = sum(parameter.nbytes for parameter in model.parameters()) / 1e9
     seconds = time.perf_counter() - start
     print(f"{args.layers} layers of {args.width}: {size:.2f} GB, made in {seconds:.1f} s\n")
-    rates = measure_machine(torch.bfloat16)[1] if args.device == "cuda" else Rates(1e9, 3e9, 2e10)
-    print(rates, flush=True)
-    run = Run(torch.device(DEVICES[args.device]), rates, args.passes, args.seconds)
-    parts: dict[str, Callable[[], None]] = {
-        "ours": partial(our_table, model, run, args.shares, args.quick),
-        "peers": partial(peer_table, model, run, args.shares),
-    }
     for part in args.parts:
         print(f"\n## {part}\n", flush=True)
-        attempt(parts[part])
+        pinned, rates = part == "weights", Rates(1e9, 3e9, 2e10)
+        if args.device == "cuda" and part != "peers":
+            rates = measure_machine(torch.bfloat16, pinned)[1]
+            print(rates, "\n", flush=True)
+        device, pin_memory = torch.device(DEVICES[args.device]), "weights" if pinned else True
+        run = Run(device, rates, pin_memory, args.passes, args.seconds)
+        table = peer_table if part == "peers" else partial(our_table, quick=args.quick)
+        attempt(partial(table, model, run, args.shares))
 
 
 def print_machine(device: str) -> None:
@@ -133,17 +136,13 @@ def copy_of(model: Any, device: str) -> nn.Module:
 
 
 def our_table(model: nn.Module, run: Run, shares: Sequence[float], quick: bool) -> None:
-    """HeteGen, streaming, the host alone; and HeteGen predicted with the call time of streaming."""
+    """HeteGen, streaming and the host alone."""
     print_head(*HEAD)
     if run.device.type == "cuda":
         gpu_alone_rows(model, run, (1,) if quick else (1, 8))
     for share in shares:
-        call_seconds = attempt(partial(split_row, "streaming", model, run, share, 1, 0.0))
+        attempt(partial(split_row, "streaming", model, run, share, 1, 0.0))
         attempt(partial(split_row, "HeteGen", model, run, share, 1, "auto"))
-        if call_seconds is not None:
-            name = "HeteGen, call as streaming's"
-            rates = replace(run.rates, call_seconds=call_seconds)
-            attempt(partial(split_row, name, model, run, share, 1, "auto", rates))
         if share == shares[0]:
             attempt(partial(split_row, "the host alone", model, run, share, 1, 1.0))
     if not quick:
@@ -168,17 +167,12 @@ def split_row(
     share: float,
     batch: int,
     alpha: float | str,
-    rates: Rates | None = None,
-) -> float:
-    """Print the row of a split model; returns the seconds from call to call.
-
-    Args:
-        share: of the split weights that fits into the memory.
-        rates: the rates in the plan; None = those of the machine.
-    """
-    memory, device = memory_for(model, share), run.lanes(rates or run.rates)
+) -> None:
+    """Print the row of a split model, with `share` of the split weights in the memory."""
+    memory, device = memory_for(model, share), run.lanes()
     reset_gpu_peak(run.device)
     options: dict[str, Any] = {"alpha": alpha, "batch": batch, "prompt": 64}
+    options["pin_memory"] = run.pin_memory
     with dispatch_model(model, {0: memory}, device, **options) as handle:
         seconds = decode(model, run, batch)
         figures, plan = handle.report()["decode"], handle.plan
@@ -190,7 +184,6 @@ def split_row(
     cells += [f"{seconds:.4f}", f"{linears:.4f}", f"{predicted:.4f}", f"{linears / predicted:.2f}"]
     cells += [f"{1e3 * figures['call_seconds']:.3f}"]
     print_row(name, *cells, f"{plan.accelerator_bytes / 1e9:.2f}, {peak / 1e9:.2f}")
-    return figures["call_seconds"]
 
 
 def memory_for(model: Any, share: float) -> int:

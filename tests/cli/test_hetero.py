@@ -41,9 +41,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 
     dtypes: list[torch.dtype] = []
 
-    def measure(dtype: torch.dtype) -> tuple[str, hetegen.Rates]:
+    def measure(dtype: torch.dtype, pin_weights: bool) -> tuple[str, hetegen.Rates]:
         dtypes.append(dtype)
-        return "cuda:0", hetegen.Rates(1e10, 3e10, 1e12)
+        return "cuda:0", hetegen.Rates(2e10 if pin_weights else 1e10, 3e10, 1e12)
 
     monkeypatch.setattr(hetegen, "measure_machine", measure)
     return dtypes
@@ -69,6 +69,16 @@ def test_bench_hetero_measures_once_per_dtype(wallfacer, tmp_path: Path, measure
     assert measured[2:] == [torch.float32]
 
 
+def test_bench_hetero_keeps_other_rates_for_pinned_weights(
+    wallfacer, tmp_path: Path, measured
+) -> None:
+    args = ("bench-hetero", "--cache-dir", str(tmp_path / "kept"))
+    for _ in range(2):
+        assert re.search(r"pinned host memory .* 10.00 GB/s", wallfacer(*args)[1])
+        assert re.search(r"pinned host .* 20.00 GB/s", wallfacer(*args, "--pin-weights")[1])
+    assert len(measured) == 2
+
+
 def test_generate_takes_the_kept_rates_of_this_device(
     tmp_path: Path, monkeypatch, hostname: None, measured
 ) -> None:
@@ -77,11 +87,11 @@ def test_generate_takes_the_kept_rates_of_this_device(
 
     model = torch.nn.Linear(2, 2, dtype=torch.float16)
     for _ in range(2):
-        assert accelerator_rates(model, tmp_path) == Rates(1e10, 3e10, 1e12)
+        assert accelerator_rates(model, tmp_path, pin_weights=False) == Rates(1e10, 3e10, 1e12)
     assert measured == [torch.float16]
     file = tmp_path / "hetero-lab-float16.json"
     file.write_text(file.read_text().replace("cuda:0", "threads"))  # measured without the GPU
-    assert accelerator_rates(model, tmp_path).host == 3e10 and len(measured) == 2
+    assert accelerator_rates(model, tmp_path, pin_weights=False).host == 3e10 and len(measured) == 2
 
 
 def write_20_characters(path: Path, text: str) -> None:

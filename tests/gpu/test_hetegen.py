@@ -17,6 +17,7 @@ from tests.hetegen.models import CONFIGS, MLP, generate, make_ids, make_model, m
 from wf_backends.hetegen import Handle, Rates, accelerator, dispatch_model
 from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.measure import measure_rates
+from wf_backends.hetegen.split_model import SplitWeight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 
@@ -66,10 +67,11 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.parametrize("pin_memory", [True, "weights"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_and_logits_of_a_transformer_are_those_of_the_gpu_alone(
-    name: str, batch: int
+    name: str, batch: int, pin_memory: bool | str
 ) -> None:
     model, ids = make_model(name), make_ids(batch).to(GPU)
     alone = copy.deepcopy(model).to(GPU)
@@ -79,9 +81,10 @@ def test_tokens_and_logits_of_a_transformer_are_those_of_the_gpu_alone(
     expected, cpu_logits = logits_of(alone, ids), logits_of(model, ids.cpu())
     expected_tokens = [generate(alone, ids, NUM_TOKENS, sample).cpu() for sample in (False, True)]
 
-    handle = dispatch_model(
-        model, max_memory(model, 0.5), Accelerator(RATES), batch=batch, prompt=9
-    )
+    options = {"batch": batch, "prompt": 9, "pin_memory": pin_memory}
+    handle = dispatch_model(model, max_memory(model, 0.5), Accelerator(RATES), **options)
+    split = [weight.detach() for weight in model.parameters() if type(weight) is SplitWeight]
+    assert any(weight.is_pinned() for weight in split) == (pin_memory == "weights")
     logits = [logits_of(model, ids) for _ in range(3)]
     tokens = [generate(model, ids, NUM_TOKENS, sample).cpu() for sample in (False, True)]
     report = handle.report()

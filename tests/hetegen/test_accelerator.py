@@ -131,12 +131,16 @@ class EmulatedStreams(Streams):
         stream.put(lambda: target.copy_(source))
 
 
+@pytest.mark.parametrize("pin_memory", [True, "weights"])
 @pytest.mark.parametrize("name", ["gpt2", "llama-tied", "mixtral"])
-def test_generated_tokens_are_equal_and_the_caller_never_waits_for_the_device(name: str) -> None:
+def test_generated_tokens_are_equal_and_the_caller_never_waits_for_the_device(
+    name: str, pin_memory: bool | str
+) -> None:
     model, ids = make_model(name), make_ids(2, 7)
     expected = generate(model, ids, 5)
     streams = EmulatedStreams()
-    handle = dispatch_model(model, max_memory(model, 0.5), Accelerator(RATES, streams))
+    device, memory = Accelerator(RATES, streams), max_memory(model, 0.5)
+    handle = dispatch_model(model, memory, device, pin_memory=pin_memory)
     assert torch.equal(generate(model, ids, 5), expected)
     assert set(streams.waits) == {"host", "link"}  # the threads of the lanes, not the caller's
     assert handle.report()["decode"]["measured_seconds"] > 0

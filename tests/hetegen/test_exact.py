@@ -57,11 +57,12 @@ def test_tokens_logits_and_state_of_a_transformer_are_exact_and_memory_is_as_pla
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_outputs_are_exact_for_any_share_of_the_host_and_any_number_of_slabs(
-    alpha: float, prefetch: int
+@pytest.mark.parametrize("pin_memory", [True, False, "weights"])
+def test_outputs_are_exact_for_any_share_of_the_host_any_number_of_slabs_and_any_pinned_memory(
+    alpha: float, prefetch: int, pin_memory: bool | str
 ) -> None:
     model, x = MLP(), torch.randn(2, 3, 64)
-    settings = {"alpha": alpha, "prefetch": prefetch}
+    settings = {"alpha": alpha, "prefetch": prefetch, "pin_memory": pin_memory}
     with torch.inference_mode():
         expected = model(x)
         with dispatch_model(model, {"accelerator": 30_000}, fast_device(), **settings) as handle:
@@ -116,11 +117,28 @@ def test_bfloat16_outputs_are_exact_up_to_rounding() -> None:
             torch.testing.assert_close(model(x), expected, rtol=0, atol=2e-2)
 
 
-def test_a_model_made_in_inference_mode_is_exact_if_it_is_split_outside_of_it() -> None:
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_of_a_transformer_are_exact_while_its_weights_are_pinned_and_afterwards(
+    name: str,
+) -> None:
+    model, ids = make_model(name), make_ids(2)
+    tokens = generate(model, ids, NUM_TOKENS)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    with dispatch_model(model, max_memory(model, 0.5), fast_device(), pin_memory="weights"):
+        assert torch.equal(generate(model, ids, NUM_TOKENS), tokens)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert torch.equal(generate(model, ids, NUM_TOKENS), tokens)
+
+
+@pytest.mark.parametrize("pin_memory", [True, "weights"])
+def test_a_model_made_in_inference_mode_is_exact_if_it_is_split_outside_of_it(
+    pin_memory: bool | str,
+) -> None:
     with torch.inference_mode():
         model, ids = make_model("llama"), make_ids(1)
         expected = model(ids).logits
-    with dispatch_model(model, max_memory(model, 0.5), fast_device()):
+    memory = max_memory(model, 0.5)
+    with dispatch_model(model, memory, fast_device(), pin_memory=pin_memory):
         for mode in (torch.inference_mode, torch.no_grad):
             with mode():
                 torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-5)

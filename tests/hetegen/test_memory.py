@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.hetegen.models import MLP, MLP_RESIDENT, fast_device, max_memory
 from wf_backends._validation import parse_bytes
 from wf_backends.hetegen import ShapedDevice, dispatch_model
+from wf_backends.hetegen.pinned import BLOCK_BYTES
 
 MEMORY: dict[int | str, int | str] = {0: 20_000}  # of the 66,560 bytes of an MLP
 
@@ -117,3 +118,39 @@ def test_an_error_during_allocation_restores_the_model_and_frees_all_memory() ->
         dispatch_model(model, MEMORY, device)
     assert all(type(layer.weight) is nn.Parameter for layer in model.layers)
     assert (device.bytes, device.pinned_bytes) == (0, 0)
+
+
+def test_pinned_weights_share_blocks_and_leave_them_when_the_model_is_restored() -> None:
+    model, device = MLP(), fast_device()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with dispatch_model(model, MEMORY, device, pin_memory="weights") as handle:
+        memory = {layer.weight.untyped_storage().data_ptr() for layer in model.layers}
+        assert len(memory) == 1 and device.pinned_bytes == BLOCK_BYTES
+        assert handle.plan.host_bytes == 4 * 64 * 64 * 4  # layers, rows, columns, bytes: no buffers
+    assert len({layer.weight.untyped_storage().data_ptr() for layer in model.layers}) == 4
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_no_weight_is_twice_in_memory_once_it_is_pinned() -> None:
+    model = MLP()
+    memory = [weakref.ref(layer.weight.untyped_storage()) for layer in model.layers]
+    with dispatch_model(model, MEMORY, fast_device(), pin_memory="weights"):
+        assert all(storage() is None for storage in memory)
+
+
+def test_weights_that_no_copy_reads_are_not_pinned() -> None:
+    device = fast_device()
+    with dispatch_model(MLP(), MEMORY, device, alpha=1.0, pin_memory="weights"):
+        assert device.pinned_bytes == 0
+
+
+def test_without_memory_to_pin_weights_copies_are_pageable_and_outputs_exact() -> None:
+    class NoPinnedMemory(ShapedDevice):
+        def pinned(self, nbytes: int) -> Tensor:
+            raise MemoryError("no pinned memory is left")
+
+    model, x = MLP(), torch.randn(1, 64)
+    with pytest.warns(UserWarning, match=r"copies are pageable, 5e\+06 bytes/s instead of 1e\+07"):
+        handle = dispatch_model(model, MEMORY, NoPinnedMemory(1e7, 1e7, 1e9), pin_memory="weights")
+    with handle, torch.no_grad():
+        torch.testing.assert_close(model(x), MLP()(x), rtol=0, atol=1e-5)

@@ -35,8 +35,8 @@ from wf_backends.hetegen.split_model import SplitWeight
         ({"batch": 0}, "batch must be a whole number of at least 1, got 0"),
         ({"prompt": 2.0}, "prompt must be a whole number of at least 1, got 2.0"),
         ({"prompt": 10**400}, "prompt must be at most 1099511627776, got 1000"),
-        ({"pin_memory": "no"}, "pin_memory must be True or False, got a str"),
-        ({"pin_memory": 1}, "pin_memory must be True or False, got a int"),
+        ({"pin_memory": "no"}, 'pin_memory must be True, False or "weights", got a str'),
+        ({"pin_memory": 1}, 'pin_memory must be True, False or "weights", got a int'),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:

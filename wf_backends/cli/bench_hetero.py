@@ -20,7 +20,7 @@ from wf_backends.cluster import save_text
 
 RATE_LABELS = {
     "link": "pinned host memory to accelerator",
-    "staging": "host memory to pinned to accelerator",
+    "staging": "weights in host memory to accelerator",
     "host": "the host's GEMM",
     "accelerator": "the accelerator's GEMM",
     "memory": "host memory, GEMM and link at a time",
@@ -31,13 +31,13 @@ def bench_hetero(
     model_size: Annotated[str, Option(help="Bytes of the model's weights.")] = "14GB",
     max_memory: Annotated[str, Option(help="Of the accelerator, for weights.")] = "0B",
     dtype: Annotated[str, Option(help=f"Of the weights: {', '.join(o.ITEMSIZES)}.")] = "bfloat16",
+    pin_weights: o.PinWeights = False,
     cache_dir: o.CacheDir = None,
     fresh: o.Fresh = False,
 ) -> None:
     """Measure this machine's rates, and predict tokens per second with HeteGen, streaming, the CPU.
 
-    Link, host, accelerator and the host's memory process their shares of the weights at the same
-    time; a token takes as long as the slowest of them. Batch 1.
+    A token takes as long as the slowest of link, host, accelerator and the host's memory. Batch 1.
 
     Example:
 
@@ -48,7 +48,7 @@ def bench_hetero(
     one_of("--dtype", dtype, tuple(o.ITEMSIZES))
     if not size:
         raise ValueError(f"--model-size must be more than 0 bytes, got {model_size!r}")
-    device, rates, source = known_rates(o.cache_folder_of(cache_dir), dtype, fresh)
+    device, rates, source = known_rates(cache_dir, dtype, pin_weights, fresh)
     token_rates = rates.at(1, o.ITEMSIZES[dtype])
     resident = min(1.0, memory / size)
     alpha = hetegen.best_alpha(resident, token_rates)
@@ -65,16 +65,17 @@ def bench_hetero(
         print(f"  {method:40}{1 / (seconds * size):8.2f} tokens/s")
 
 
-def known_rates(folder: Path, dtype: str, fresh: bool) -> tuple:
+def known_rates(cache_dir: Path | None, dtype: str, pin_weights: bool, fresh: bool) -> tuple:
     """(device, rates, their source): kept in the folder at the first use, and measured again if
     there was no accelerator then and is one now."""
-    path = folder / f"hetero-{socket.gethostname()}-{dtype}.json"
+    name = f"hetero-{socket.gethostname()}-{dtype}{'-pinned' if pin_weights else ''}.json"
+    path = o.cache_folder_of(cache_dir) / name
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or unreadable
         kept = {} if fresh else json.loads(path.read_text())
         rates = {name: rate for name, rate in kept["rates"].items() if rate is not None}
         if kept["device"] != "threads" or not torch.accelerator.is_available():
             return kept["device"], hetegen.Rates(**rates), f"from {path}"
-    device, rates = hetegen.measure_machine(getattr(torch, dtype))
+    device, rates = hetegen.measure_machine(getattr(torch, dtype), pin_weights)
     if fresh:
         return device, rates, "measured"
     finite = {name: rate for name, rate in asdict(rates).items() if rate < inf}  # JSON has no inf

@@ -32,9 +32,8 @@ def generate(
     temperature: Annotated[float | None, Option(help="Of --sample; or the folder's.")] = None,
     top_p: Annotated[float | None, Option(help="Of --sample; or the folder's.")] = None,
     seed: Annotated[int | None, Option(help="Of --sample.", show_default="0")] = None,
-    shaped: Annotated[
-        str, Option(help="Without an accelerator: GB/s of link, host, accelerator, as 1,3,20.")
-    ] = "",
+    shaped: Annotated[str, Option(help="GB/s of link, host, accelerator, to try without.")] = "",
+    pin_weights: o.PinWeights = False,
     cache_dir: o.CacheDir = None,
 ) -> None:
     """Generate text with a model's linears split over the accelerator and the host.
@@ -56,8 +55,9 @@ def generate(
     log(f"loading {model}")
     loaded = call_reader(GENERATORS, "generate", model, chat)
     if not shaped:
-        device = Accelerator(accelerator_rates(loaded.model, o.cache_folder_of(cache_dir)))
-    with dispatch_model(loaded.model, memory, device) as handle:
+        device = Accelerator(accelerator_rates(loaded.model, cache_dir, pin_weights))
+    pin_memory = "weights" if pin_weights else True
+    with dispatch_model(loaded.model, memory, device, pin_memory=pin_memory) as handle:
         plan = handle.plan
         log(
             f"predicted: {1 / plan.decode_seconds:.2f} tokens/s; streaming alone "
@@ -90,10 +90,10 @@ def read_prompt(prompt: str, file: FileText | None) -> str:
         raise ValueError(f"--prompt-file must be text: {error}") from error
 
 
-def accelerator_rates(model: Any, folder: Path) -> Rates:
+def accelerator_rates(model: Any, cache_dir: Path | None, pin_weights: bool) -> Rates:
     """The rates that `bench-hetero` keeps for the weights' dtype; measured if it keeps none."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    _, rates, source = known_rates(folder, dtype, fresh=False)
+    _, rates, source = known_rates(cache_dir, dtype, pin_weights, fresh=False)
     log(f"rates: {source}")
     return rates
 

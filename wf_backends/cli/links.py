@@ -41,9 +41,7 @@ def bench_links(
     if launched.rank:
         return
     text = json.dumps(topology.to_dict(), indent=2) + "\n"
-    if out is None:
-        sys.stdout.write(text)
-    else:
-        out.write_text(text)
+    write = sys.stdout.write if out is None else out.write_text
+    write(text)
     source = f"from {folder}" if is_cached else f"measured in {seconds:.1f} s"
     print(f"{topology.name}, {launched.world_size} ranks: {source}", file=sys.stderr)

@@ -33,6 +33,7 @@ TopologyName = Annotated[str, Option(help="A preset's name, or a .json or .toml 
 Layers = Annotated[int, Option(help="Attention layers that may keep what the forward gathers.")]
 CacheDir = Annotated[Path | None, Option(help="Folder of measurements; ~/.cache/wallfacer.")]
 Fresh = Annotated[bool, Option(help="Measure again, and keep nothing.")]
+PinWeights = Annotated[bool, Option(help="Pin the weights that are copied, not buffers.")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 
 

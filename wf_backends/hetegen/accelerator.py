@@ -100,7 +100,8 @@ class Accelerator(Lanes):
     """The accelerator that torch finds.
 
     Args:
-        rates: of its lanes; None: they are measured for the dtype of the weights.
+        rates: of its lanes; None: they are measured for the dtype of the weights, with copies as
+            `pin_memory` of `dispatch_model` says.
         streams: torch's; None: those of the accelerator that torch finds.
     """
 
@@ -109,11 +110,11 @@ class Accelerator(Lanes):
         self.streams, self._rates = streams or Streams(), rates
         self._link_stream = self.streams.stream()
 
-    def rates(self, dtype: torch.dtype) -> Rates:
+    def rates(self, dtype: torch.dtype, pin_memory: bool | str = True) -> Rates:
         if self._rates is None:
             from wf_backends.hetegen.measure import measure_rates
 
-            return measure_rates(self.streams, dtype)
+            return measure_rates(self.streams, dtype, pin_memory == "weights")
         return self._rates
 
     def pinned(self, nbytes: int) -> Tensor:

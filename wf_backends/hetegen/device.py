@@ -33,7 +33,7 @@ class Lanes:
                                                  returns the moment when they end
         now()                                    the moment when the caller's work so far ends
         seconds(start, end)                      seconds between two moments; waits for them
-        rates(dtype)                             the lanes' rates for one token and weights of dtype
+        rates(dtype, pin_memory)                 the lanes' rates for one token and weights of dtype
         pinned(nbytes)                           pinned memory, (nbytes,) uint8; MemoryError or
                                                  torch's RuntimeError if none is left
         place(tensor)                            a copy in the accelerator's memory
@@ -154,7 +154,7 @@ class ShapedDevice(Lanes):
         self._rates = Rates(*rates, call_seconds=call_seconds)
         self.bytes = self.peak_bytes = self.pinned_bytes = 0
 
-    def rates(self, dtype: torch.dtype) -> Rates:
+    def rates(self, dtype: torch.dtype, pin_memory: bool | str = True) -> Rates:
         return self._rates
 
     def _submit(self, lane: str, run: Run, nbytes: int, after: End | None = None) -> End:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from wf_backends._validation import is_real, nearest, of_type, parse_bytes
 from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.modules import HostWeight, find_weights
+from wf_backends.hetegen.pinned import pin_weights
 from wf_backends.hetegen.runner import Device, Runner
 from wf_backends.hetegen.split_model import (
     check_not_called,
@@ -26,11 +27,12 @@ from wf_backends.hetegen.split_model import (
     mark_modules,
     split_weights,
 )
-from wf_backends.hetegen.weights import Plan, Request, make_plan
+from wf_backends.hetegen.weights import PHASES, Pinned, Plan, Request, make_plan
 
 ACCELERATOR = "accelerator"
 MEMORY_KEYS = (ACCELERATOR, "cpu")
 MAX_SETTING = 2**40  # tokens, sequences or slabs
+WEIGHTS = "weights"
 
 
 class Handle:
@@ -88,7 +90,7 @@ def dispatch_model(
     device: Device | None = None,
     *,
     alpha: float | Literal["auto"] = "auto",
-    pin_memory: bool = True,
+    pin_memory: bool | Literal["weights"] = True,
     prefetch: int = 1,
     batch: int = 1,
     prompt: int = 512,
@@ -106,7 +108,9 @@ def dispatch_model(
         device: where it runs; None: the accelerator that torch finds. Its rates are then measured,
             which takes some seconds; `Accelerator(rates=...)` takes known rates.
         alpha: the share of each linear that the host computes; "auto": the fastest.
-        pin_memory: whether copies pass through pinned memory, which is as large as the slabs.
+        pin_memory: True: copies pass through pinned memory, which is as large as the slabs.
+            "weights": the weights that are copied are pinned themselves, so that the host copies
+            nothing; the system cannot swap them. False: no memory is pinned.
         prefetch: slabs that may hold prefetched rows while one is filled and one is read.
         batch, prompt: sequences, and tokens of a prompt, for which the plan is made.
 
@@ -120,7 +124,7 @@ def dispatch_model(
     accelerator_bytes, host_bytes = _parse_memory(max_memory)
     weights = find_weights(model)
     device = Accelerator() if device is None else device
-    rates = device.rates(_main_dtype(weights))
+    rates = device.rates(_main_dtype(weights), pin_memory)
     request = Request(
         linears=tuple(weight.linear for weight in weights),
         rates=rates if pin_memory else rates.unpinned(),
@@ -131,9 +135,14 @@ def dispatch_model(
         prefill_tokens=batch * prompt,
         alpha=None if alpha == "auto" else float(alpha),
         slabs=prefetch + 2,
-        pinned=pin_memory,
+        pinned=_pinned(pin_memory),
     )
-    return _split(model, weights, device, make_plan(request))
+    del weights  # they would keep the memory of weights that `_split` moves
+    return _split(model, device, make_plan(request))
+
+
+def _pinned(pin_memory: bool | str) -> Pinned:
+    return "weights" if pin_memory == WEIGHTS else "slabs" if pin_memory else "nothing"
 
 
 def _parse_memory(max_memory: Mapping[int | str, int | str]) -> tuple[int, float]:
@@ -182,7 +191,8 @@ def _check_settings(
 ) -> None:
     if alpha != "auto" and not (is_real(alpha) and 0 <= cast(float, alpha) <= 1):
         raise ValueError(f'alpha must be "auto" or a share from 0 to 1, got {alpha!r}')
-    of_type("pin_memory", pin_memory, bool, "True or False")
+    if pin_memory != WEIGHTS:
+        of_type("pin_memory", pin_memory, bool, f'True, False or "{WEIGHTS}"')
     settings = {"prefetch": (prefetch, 0), "batch": (batch, 1), "prompt": (prompt, 1)}
     for name, (value, minimum) in settings.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
@@ -206,23 +216,23 @@ def _main_dtype(weights: list[HostWeight]) -> torch.dtype:
     return sizes.most_common(1)[0][0]
 
 
-def _split(model: nn.Module, weights: list[HostWeight], device: Device, plan: Plan) -> Handle:
+def _split(model: nn.Module, device: Device, plan: Plan) -> Handle:
     """Allocate memory and have the runner compute the linears; an error undoes everything."""
     with ExitStack() as undo:
         undo.callback(device.close)
         device.in_use = True
         mark_modules(model, undo)
-        runner = None
+        runner, weights = None, list[HostWeight]()
         if plan.fits:
-            weights = []
             warnings.warn(
                 f"the model takes {plan.accelerator_bytes} bytes and fits the accelerator's "
                 f"{plan.request.accelerator_bytes}: it is simply resident, and nothing is split",
                 stacklevel=3,
             )
         else:
-            plan, pinned = _pinned_buffers(plan, device)
-            runner = Runner(plan, weights, device, pinned)
+            plan, buffers = _pin(model, plan, device, undo)
+            weights = find_weights(model)
+            runner = Runner(plan, weights, device, buffers)
             split_weights(model, weights, runner, undo)
         for tensor in _unsplit_tensors(model, weights):
             undo.callback(setattr, tensor, "data", tensor.data)
@@ -231,14 +241,24 @@ def _split(model: nn.Module, weights: list[HostWeight], device: Device, plan: Pl
         return Handle(model, plan, runner, undo.pop_all())
 
 
-def _pinned_buffers(plan: Plan, device: Device) -> tuple[Plan, list[Tensor]]:
-    """(the plan, a pinned buffer for each slab); a plan without, and a warning, if they fail."""
-    if not (plan.slabs and plan.request.pinned):
+def _pin(
+    model: nn.Module, plan: Plan, device: Device, undo: ExitStack
+) -> tuple[Plan, list[Tensor]]:
+    """(the plan, a pinned buffer for each slab if copies pass through them).
+
+    Pins the weights if the plan says so. If no pinned memory is left: a plan without, and a
+    warning.
+    """
+    pinned = plan.request.pinned
+    if not plan.slabs or pinned == "nothing":
         return plan, []
     try:
+        if pinned == "weights":
+            pin_weights(_streamed_parameters(model, plan), device.pinned, undo)
+            return plan, []
         return plan, [device.pinned(plan.slab_bytes) for _ in range(plan.slabs)]
     except (MemoryError, RuntimeError) as error:
-        request = replace(plan.request, rates=plan.rates.unpinned(), pinned=False)
+        request = replace(plan.request, rates=plan.rates.unpinned(), pinned="nothing")
         slower = make_plan(request)
         warnings.warn(
             f"pinned memory ran out ({error}): copies are pageable, {slower.rates.link:.3g} "
@@ -247,3 +267,10 @@ def _pinned_buffers(plan: Plan, device: Device) -> tuple[Plan, list[Tensor]]:
             stacklevel=4,
         )
         return slower, []
+
+
+def _streamed_parameters(model: nn.Module, plan: Plan) -> list[nn.Parameter]:
+    """The parameters with rows that are copied in some phase, without duplicates."""
+    pairs = zip(find_weights(model), plan.splits, strict=True)
+    streamed = [w.parameter for w, split in pairs if any(map(split.streamed, PHASES))]
+    return list({id(parameter): parameter for parameter in streamed}.values())

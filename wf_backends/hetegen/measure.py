@@ -29,16 +29,25 @@ NUM_LINEARS = 200  # of the model whose calls are timed
 FAST = 1e13  # bytes per second: work takes no time
 
 
-def measure_machine(dtype: torch.dtype) -> tuple[str, Rates]:
-    """(the accelerator that torch finds, or "threads" if it finds none; the rates)."""
+def measure_machine(dtype: torch.dtype, pin_weights: bool = False) -> tuple[str, Rates]:
+    """(the accelerator that torch finds, or "threads" if it finds none; the rates).
+
+    Args:
+        dtype: of the weights.
+        pin_weights: whether the weights are pinned; else copies pass through pinned memory.
+    """
     if not torch.accelerator.is_available():
-        return "threads", measure_rates(None, dtype)
+        return "threads", measure_rates(None, dtype, pin_weights)
     streams = Streams()
-    return str(streams.device), measure_rates(streams, dtype)
+    return str(streams.device), measure_rates(streams, dtype, pin_weights)
 
 
 def measure_rates(
-    streams: Streams | None, dtype: torch.dtype, width: int = 4096, seconds: float = 0.7
+    streams: Streams | None,
+    dtype: torch.dtype,
+    pin_weights: bool = False,
+    width: int = 4096,
+    seconds: float = 0.7,
 ) -> Rates:
     """The rates of copies and GEMMs, each measured for `seconds`.
 
@@ -46,6 +55,7 @@ def measure_rates(
         streams: None: without an accelerator. Copies within host memory stand for its link, and the
             host's GEMM for its own.
         dtype: of the weights. The host's GEMM has other rates in 16 bits than in 32.
+        pin_weights: as in `measure_machine`.
         width: input and output features of a weight.
     """
     num_weights = max(2 * PINNED_BUFFERS, WEIGHTS_BYTES // (width * width * dtype.itemsize))
@@ -78,7 +88,7 @@ def measure_rates(
         slab.copy_(source, non_blocking=True)
 
     link, call_seconds = rate(copy), measure_call(new_device(FAST, 0.0))
-    lanes = weights, new_device(link, call_seconds), clock, seconds
+    lanes = weights, new_device(link, call_seconds), clock, seconds, pin_weights
     return Rates(
         link=link,
         accelerator=rate(gemm(1, device_weights)),
@@ -111,7 +121,12 @@ def _rates_of_lanes(
 
 
 def _seconds_of_split_linears(
-    weights: list[Tensor], device: Device, clock: Callable[[], float], seconds: float, alpha: float
+    weights: list[Tensor],
+    device: Device,
+    clock: Callable[[], float],
+    seconds: float,
+    pin_weights: bool,
+    alpha: float,
 ) -> tuple[float, float]:
     """Seconds of a split linear with one of these weights: (from call to call, in the call).
 
@@ -122,7 +137,8 @@ def _seconds_of_split_linears(
         linear.weight = nn.Parameter(weight, requires_grad=False)
     model, memory = nn.Sequential(*linears), PINNED_BUFFERS * weights[0].nbytes
     x = device.place(torch.ones(1, weights[0].shape[1], dtype=weights[0].dtype))
-    with dispatch_model(model, {0: memory}, device, alpha=alpha) as handle:
+    pin_memory = "weights" if pin_weights else True
+    with dispatch_model(model, {0: memory}, device, alpha=alpha, pin_memory=pin_memory) as handle:
         per_call = _seconds_per_run(lambda _: model(x), 1, clock, seconds) / len(weights)
         figures = handle.report()["decode"]
     between = (len(weights) - 1) * figures["call_seconds"]

@@ -2,7 +2,16 @@
 
 from wf_backends.hetegen.weights.jobs import JobMaker
 from wf_backends.hetegen.weights.law import Rates, best_alpha, seconds_per_byte
-from wf_backends.hetegen.weights.plan import LANE_NAMES, PHASES, Job, Linear, Phase, Plan, Request
+from wf_backends.hetegen.weights.plan import (
+    LANE_NAMES,
+    PHASES,
+    Job,
+    Linear,
+    Phase,
+    Pinned,
+    Plan,
+    Request,
+)
 from wf_backends.hetegen.weights.planning import make_plan
 
 __all__ = [
@@ -12,6 +21,7 @@ __all__ = [
     "JobMaker",
     "Linear",
     "Phase",
+    "Pinned",
     "Plan",
     "Rates",
     "Request",

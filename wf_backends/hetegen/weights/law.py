@@ -32,8 +32,8 @@ class Rates:
         memory: what the host's GEMM and the link read together while both work; at least `link`.
         host_beside_link: the host's GEMM while the link works too, which then gets the rest of
             `memory`. inf: both slow down in proportion.
-        staging: copies from pageable host memory through pinned memory to the accelerator, with
-            the two copies overlapped.
+        staging: copies of weights to the accelerator as the lane does them: from pageable memory
+            through pinned memory, with the two copies overlapped, or from pinned weights.
         host_flops, accelerator_flops: operations per second, which bound a GEMM over many tokens.
         call_seconds: from the end of one call of a split linear to the next: what the model
             computes in between, and waiting for lanes.
