@@ -36,7 +36,15 @@ def test_the_title_says_whether_layers_were_counted_or_formulas_used(wallfacer, 
     args = ("plan", "--model", llama, "--memory-gib", "80", *ON_EIGHT)
     title = "Activations of a rank's 8,192 tokens, "
     assert f"{title}counted in the model's layers: GiB" in wallfacer(*args)[1]
-    assert f"{title}by formulas for Llama's layers: GiB" in wallfacer(*args, "--heads", "32")[1]
+    out = " ".join(wallfacer(*args, "--heads", "32")[1].split())
+    assert f"{title}by formulas for Llama's layers (options change its heads): GiB" in out
+
+
+def test_the_title_says_why_layers_could_not_be_counted(wallfacer, llama: str) -> None:
+    transformers.OpenAIGPTConfig(n_embd=64, n_layer=2, n_head=4).save_pretrained(llama)
+    out = wallfacer("plan", "--model", llama, "--memory-gib", "80", *ON_EIGHT)[1]
+    reason = "TypeError: OpenAIGPTModel.forward() got an unexpected keyword argument"
+    assert f"by formulas for Llama's layers ({reason}" in " ".join(out.split())
 
 
 def test_the_budget_as_json_is_in_bytes(wallfacer_json, llama: str) -> None:

@@ -90,11 +90,9 @@ def tables(budget: Mapping[str, Any]) -> list[Table]:
         fits = dict(zip(stages, map(_thousands, choice["longest"]), strict=True))
         longest.append(options | fits | {"host GiB": gib(choice["longest_host_bytes"])})
     tokens, limit = f"{budget['tokens']:,} tokens", gib(budget["memory_bytes"])
-    counted = (
-        "counted in the model's layers"
-        if budget["model"]["kinds"]
-        else "by formulas for Llama's layers"
-    )
+    counted, why = "counted in the model's layers", budget["model"]["uncounted"]
+    if not budget["model"]["kinds"]:
+        counted = "by formulas for Llama's layers" + f" ({why})" * bool(why)
     return [
         Table("Parameters, gradients, optimizer: GiB", states, 1),
         Table(f"Activations of a rank's {tokens}, {counted}: GiB", activations, 2),

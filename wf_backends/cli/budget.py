@@ -26,8 +26,9 @@ def make_budget(
     workload, shape = asked.workload, asked.workload.shape
     sizes, keys = read_model(name, shape.itemsize), ("heads", "kv_heads", "head_dim", "value_dim")
     heads = {key: getattr(shape, key) for key in keys}  # options override the model's
-    uncounted = {} if heads.items() <= sizes.items() else {"kinds": (), "last_norm": None}
-    model = Decoder(**sizes | heads | uncounted)
+    if not heads.items() <= sizes.items():
+        heads |= {"kinds": (), "last_norm": None, "uncounted": "options change its heads"}
+    model = Decoder(**sizes | heads)
     rows = priced.workload.seqlen / priced.topology.size * shape.batch
     bytes_per_row = plans[0].cost.memory_bytes / rows
     training = Training(model, asked.topology.size, bytes_per_row, shape.batch, data_parallel_size)

@@ -75,8 +75,7 @@ def sampling(sample: bool, **given: float | None) -> dict[str, Any]:
     for name, value in options.items():
         o.check_range(*RANGES[name], **{name: value})
         if not sample:
-            option = f"--{name.replace('_', '-')} {value}"
-            raise ValueError(f"{option} has an effect only with --sample: give both, or none")
+            raise ValueError(f"--{name.replace('_', '-')} {value} has an effect only with --sample")
     return {"do_sample": sample, **options}
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from contextlib import suppress
 from functools import partial
 from operator import sub
+from textwrap import shorten
 from typing import Any
 from warnings import catch_warnings
 
@@ -25,18 +25,22 @@ from wf_backends.budget import Layer
 from wf_backends.comm import World
 from wf_transformers.entry import attach_model
 
+MAX_REASON = 80  # characters
 SEQLEN, BATCHES = 256, (512, 1024)  # gradients of weights are small beside so many tokens
 
 
 def count_layers(model: Any, mode: FakeTensorMode) -> dict[str, Any]:
     """`kinds` and `last_norm` of a `Decoder`, for a model on fake tensors of `mode`.
 
-    {} if the model cannot run so: experts of transformers 4 look at values, and models of other
-    layers cannot be attached. The model has one layer of each kind afterwards.
+    `uncounted` if the model cannot run so: experts of transformers 4 look at values, and models of
+    other layers cannot be attached. The model has one layer of each kind afterwards.
     """
-    with suppress(Exception), no_log(), catch_warnings(action="ignore"):  # it may raise any error
-        return _count_layers(model, mode)
-    return {}
+    try:
+        with no_log(), catch_warnings(action="ignore"):
+            return _count_layers(model, mode)
+    except Exception as error:  # it may raise any error
+        first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return {"uncounted": shorten(first_line, MAX_REASON, placeholder=" ...")}
 
 
 def _count_layers(model: Any, mode: FakeTensorMode) -> dict[str, Any]:
