@@ -219,6 +219,15 @@ def test_layers_counted_in_a_model_predict_its_bytes(
     assert step_bytes(decoder, options) == pytest.approx(expected, rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_capped_logits_are_counted(dtype: torch.dtype, tmp_path: Path, monkeypatch) -> None:
+    sizes = {"head_dim": 16} | LIKE_LLAMA | {"vocab_size": 4096}
+    monkeypatch.setitem(FAMILIES, "Gemma2", sizes)
+    model, decoder = counted("Gemma2", dtype, tmp_path)
+    expected = measured_bytes(model, "device")
+    assert step_bytes(decoder, Options("device")) == pytest.approx(expected, rel=TOLERANCE)
+
+
 def test_a_llama_counted_in_its_layers_holds_what_the_formulas_say(tmp_path: Path) -> None:
     _, decoder = counted("Llama", torch.bfloat16, tmp_path)
     by_formulas = replace(decoder, kinds=(), last_norm=None)
@@ -233,7 +242,8 @@ def test_a_model_that_cannot_run_on_fake_tensors_has_no_counted_layers(
         raise RuntimeError("reads a value")
 
     monkeypatch.setattr(layers, "attach_model", fail)
-    assert counted("Llama", torch.bfloat16, tmp_path)[1].kinds == ()
+    decoder = counted("Llama", torch.bfloat16, tmp_path)[1]
+    assert decoder.kinds == () and decoder.uncounted == "RuntimeError: reads a value"
 
 
 def test_tiles_of_experts_hold_sums_of_all_weights_but_rows_of_one_tile() -> None:

@@ -203,13 +203,16 @@ def _loss(model: Decoder, tokens: int, options: Options) -> float:
 
     Logits in 16 bits are there in float32, too. Without tiles at most MAX_UPCAST_LOGITS elements of
     a tensor are in float32 at one time, with tiles all of a tile. With tiles there are also e h n,
-    the gradient that the tiles fill, and the gradient of the head's weight.
+    the gradient that the tiles fill, and the gradient of the head's weight. A cap saves its tanh,
+    and its backward makes another gradient.
     """
     tile_tokens = min(options.tile, tokens) if options.tile else tokens
     elements = model.vocabulary * tile_tokens
     upcast = elements if options.tile else min(elements, MAX_UPCAST_LOGITS)
     upcast_tensors = 1 if model.itemsize >= FP32_BYTES else 2
     logits = 2 * model.itemsize * elements + upcast_tensors * _upcast_bytes(model) * upcast
+    if model.is_capped:
+        logits = model.itemsize * elements + max(logits, 3 * model.itemsize * elements)
     rows = model.itemsize * model.hidden * tokens if options.tile else 0
     head_grad = _weight_grad_sums(model, model.vocabulary * model.hidden, tokens, options)
     last_norm = _norm_backward(model) if model.last_norm is None else model.last_norm

@@ -91,13 +91,14 @@ class Decoder:
     """Its layers, as counted in the model; none: they are counted by formulas for Llama's."""
     last_norm: float | None = None
     """Bytes a token in the backward of the norm after the layers; None = those of Llama's."""
+    is_capped: bool = False
+    """Whether a tanh caps its logits (Gemma 2)."""
     uncounted: str = ""
     """Why the layers could not be counted in the model."""
 
     def __post_init__(self) -> None:
-        allowed = {"experts": self.experts, "value_dim": None}
-        allowed |= {"kinds": self.kinds, "last_norm": self.last_norm}
-        allowed["uncounted"] = self.uncounted
+        allowed = {"experts": self.experts, "value_dim": None, "is_capped": self.is_capped}
+        allowed |= {"kinds": self.kinds, "last_norm": self.last_norm, "uncounted": self.uncounted}
         if self.experts:
             allowed["intermediate"] = 0
         for size in fields(self):

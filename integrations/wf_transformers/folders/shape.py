@@ -128,6 +128,7 @@ def _sizes(name: str, config: Any, itemsize: int) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "itemsize": itemsize,
         "value_dim": None,
+        "is_capped": bool(getattr(config, "final_logit_softcapping", None)),
         **(experts or mlp),
         **count_layers(model, mode),  # which leaves some of the layers
     }
