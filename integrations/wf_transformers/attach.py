@@ -128,8 +128,8 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
     if handle.sp.size > 1 and not stacks_of(model):
         _seed_by_rank(model, handle)
         offset_positions(model, handle)
-        if has_router_loss(model):
-            RouterLoss(model, handle)
+    if has_router_loss(model) and not stacks_of(model):
+        RouterLoss(model, handle)
     _check_calls(model, handle)
     recompute_with_documents(model, handle)
     if is_vit(model):

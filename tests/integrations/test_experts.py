@@ -50,7 +50,7 @@ def run_on_one_device(name: str, inputs: dict[str, Any]) -> tuple[Any, dict[str,
     return output, gradients(model)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("mask", [None, PADDING_MASK], ids=["whole", "padded"])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_whole_batches_have_the_loss_of_one_device_on_every_rank(

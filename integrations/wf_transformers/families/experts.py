@@ -101,7 +101,8 @@ class RouterLoss:
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         arguments = by_name(self._names, args, kwargs)
         other_kwargs = {key: value for key, value in kwargs.items() if key != ROUTER_MASK}
-        if not wants_router_loss(model, arguments):
+        is_own_call = ROUTER_MASK not in kwargs and self._handle.sp.size == 1
+        if is_own_call or not wants_router_loss(model, arguments):
             return args, other_kwargs
         self._counted, self._labelled = kwargs.get(ROUTER_MASK), arguments.get("labels") is not None
         if self._counted is None:
