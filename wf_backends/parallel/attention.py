@@ -160,8 +160,9 @@ class DistributedAttention(PlannedCalls):
         The scores are for all heads; under Ulysses the kernel is for this rank's heads.
         """
         spec, latent_dim = _spec(q, k, v, softmax)
-        batch, with_backward = q.shape[0], _has_backward(q, k, v, *softmax.learned)
-        same, objects = self._compared(spec, batch, mask, softmax.options, seqlen, with_backward)
+        has_backward = _has_backward(q, k, v, *softmax.learned)
+        options = *softmax.options, ("needs a gradient", has_backward)
+        same, objects = self._compared(spec, q.shape[0], mask, options, seqlen)
         lengths = {"q rows": q.shape[1], "key rows": k.shape[1]}
         now = Pass(self._num_calls + 1, layer)
         self.comm.enter(now)
@@ -172,7 +173,7 @@ class DistributedAttention(PlannedCalls):
                 f"seqlen must be the rows of q of all ranks, {list(rows['q rows'])}, together; "
                 f"got {seqlen}"
             )
-        call, group = self._planned(tuple(rows.items()), mask, spec, batch, latent_dim)
+        call, group = self._planned(tuple(rows.items()), mask, spec, q.shape[0], latent_dim)
         scores = softmax.scores
         if scores.dropout is not None and scores.dropout.seed is None:
             scores = self._draw_seed(scores, scores.dropout, q.device)

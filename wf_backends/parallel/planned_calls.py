@@ -44,13 +44,7 @@ class PlannedCalls:
         self._planned = lru_cache(maxsize=64)(self._make_call)
 
     def _make_compared(
-        self,
-        spec: KernelSpec,
-        batch: int,
-        mask: Mask,
-        options: Options,
-        seqlen: int | None,
-        with_backward: bool,
+        self, spec: KernelSpec, batch: int, mask: Mask, options: Options, seqlen: int | None
     ) -> tuple[dict[str, int], dict[str, object]]:
         """What must be equal on all ranks, by name: integers to compare, and values for errors."""
         topology = self.topology.known
@@ -64,7 +58,6 @@ class PlannedCalls:
         }
         objects: dict[str, object] = {
             "dtype": spec.dtype,
-            "needs a gradient": with_backward,
             "mask": mask,
             **dict(options),
             "config": self.config.to_dict()
