@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # not in torch 2.6
+_is_tracing = torch.jit.is_tracing  # pyright: ignore[reportPrivateImportUsage]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,19 +26,19 @@ def eager(fn: Callable[P, T], refusal: str = "") -> Callable[P, T]:
     that takes about as long as importing torch.
 
     Args:
-        refusal: the error of torch.export; empty: that for a function of `sp`.
+        refusal: the error of torch.export and torch.jit.trace; empty: that for a function of `sp`.
     """
     disabled: Any = None  # torch.compiler.disable(fn), once the compiler is imported
     refusal = refusal or (
-        f"torch.export of a model that calls sp.{fn.__name__} is not supported, since what a rank "
-        "does follows from the other ranks: export the model without it, with torch's own "
-        "attention on one process"
+        f"torch.export or torch.jit.trace of a model that calls sp.{fn.__name__} is not supported, "
+        "since what a rank does follows from the other ranks: export the model without it, with "
+        "torch's own attention on one process"
     )
 
     @wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal disabled
-        if _is_exporting():
+        if _is_exporting() or _is_tracing():
             raise NotImplementedError(refusal)
         if "torch._dynamo" not in sys.modules:  # then nothing is compiled
             return fn(*args, **kwargs)

@@ -302,8 +302,15 @@ class AttentionModule(torch.nn.Module):
 
 @pytest.mark.parametrize("strict", (False, True))
 def test_export_is_refused_with_an_alternative(strict):
-    message = r"torch.export of a model that calls sp.attention.*torch's own attention"
+    message = r"torch.export or .* of a model that calls sp.attention.*torch's own attention"
     with pytest.raises(Exception) as refusal:
         torch.export.export(AttentionModule(), (torch.randn(1, 8, 2, 8),), strict=strict)
     errors = (refusal.value, refusal.value.__cause__, refusal.value.__context__)
     assert any(re.search(message, str(error)) for error in errors), errors
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_torch_jit_trace_is_refused_before_a_message_is_sent():
+    """On several ranks torch would end at the first message: "Tried to trace ... ProcessGroup"."""
+    with pytest.raises(NotImplementedError, match="torch.jit.trace of .* sp.attention is not"):
+        torch.jit.trace(AttentionModule(), (torch.randn(1, 8, 2, 8),))

@@ -56,7 +56,8 @@ class HostWeight:
         refuse_transforms("a split linear", "give samples as a batch", input=x)
         if torch.is_grad_enabled() and (x.requires_grad or self.parameter.requires_grad):
             raise NotImplementedError(
-                "a split linear has no gradient: call the model under torch.no_grad()"
+                "a split linear has no gradient: call the model under torch.no_grad(), and merge "
+                "adapters before dispatch_model"
             )
 
     def checked_input(self, x: Tensor, device: torch.device) -> Tensor:

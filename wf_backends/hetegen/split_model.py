@@ -26,7 +26,7 @@ from wf_backends.hetegen.runner import Runner, Uncopyable
 
 NOT_ONE_GRAPH = (
     "threads compute the linears of a split model, so that it cannot be one graph: leave out "
-    "fullgraph=True (torch.compile) or strict=True (torch.export)"
+    "fullgraph=True (torch.compile), strict=True (torch.export) or torch.jit.trace"
 )
 MARK = "_wf_hetegen_split"  # an attribute that modules have while they are split
 aten = torch.ops.aten
