@@ -52,8 +52,8 @@ def test_remove_restores_the_model_and_the_accelerator() -> None:
     with wf_accelerate.connect(model, accelerator, {"sequence_parallel_size": 1}):
         assert model(ids, labels=ids).loss.item() == pytest.approx(expected.item(), rel=1e-6)
         added = set(vars(accelerator)) - set(attributes)
-        methods = {"prepare_data_loader", "prepare_scheduler", "gather_for_metrics"}
-        assert added == methods | {"wallfacer_groups"}
+        methods = {"prepare_data_loader", "prepare_scheduler", "_prepare_deepspeed"}
+        assert added == methods | {"gather_for_metrics", "wallfacer_groups"}
     assert vars(accelerator) == attributes and vars(accelerate.accelerator) == functions
     assert not model._forward_pre_hooks and not model._forward_hooks
 

@@ -41,22 +41,41 @@ with wf_deepspeed.without_shared_memory_op():
 RING = {"sequence_parallel_size": 2, "route": {"name": "ring"}}
 
 
-PREPARED_SCHEDULER = """
-from unittest.mock import patch
-import accelerate.scheduler, torch, wf_accelerate, wf_deepspeed
-from accelerate import Accelerator, DeepSpeedPlugin
-config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
-accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
-model = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step))
-with wf_accelerate.counted_by_group(accelerator, lambda: 2):
-    with wf_deepspeed.without_shared_memory_op():
-        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-with patch.object(accelerate.scheduler, "AcceleratorState") as state:
-    state.return_value.num_processes = 4
-    scheduler.step()
-assert scheduler.get_last_lr() == [2.0], scheduler.get_last_lr()
+PREPARED_SCHEDULERS = """
+import deepspeed, torch, wf_accelerate, wf_deepspeed
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DummyOptim, DummyScheduler
+PartialState(cpu=True)  # Accelerator(cpu=True) would leave DeepSpeed out
+
+def prepare(make_optimizer, make_scheduler, **config):
+    AcceleratorState._reset_state()  # an accelerator for each call
+    config |= {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    model = torch.nn.Linear(2, 2)
+    optimizer = make_optimizer(model.parameters(), lr=1.0)
+    with wf_accelerate.counted_by_group(accelerator, lambda: 2):
+        with wf_deepspeed.without_shared_memory_op():
+            prepared = accelerator.prepare(model, optimizer, make_scheduler(optimizer))
+    assert isinstance(prepared[0], deepspeed.DeepSpeedEngine), type(prepared[0])
+    return prepared
+
+def by_step(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step))
+
+engine, _, scheduler = prepare(torch.optim.SGD, by_step)
+engine.backward(engine(torch.ones(1, 2)).sum())
+scheduler.step()
+assert scheduler.get_last_lr() == [1.0], scheduler.get_last_lr()
+
+def ten_steps(optimizer):
+    return DummyScheduler(optimizer, total_num_steps=10, warmup_num_steps=2)
+
+names = ("total_num_steps", "warmup_num_steps", "warmup_max_lr", "warmup_min_lr")
+decay = {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto")}
+adam = {"type": "AdamW", "params": {"lr": 1.0, "torch_adam": True}}
+engine, *_ = prepare(DummyOptim, ten_steps, optimizer=adam, scheduler=decay)
+assert engine.lr_scheduler.total_num_steps == 10, engine.lr_scheduler.total_num_steps
 """
 
 LEFT_OUT = """
@@ -117,10 +136,8 @@ def test_a_trainer_trains_as_without_wallfacer(
     assert_logits_close(logits, expected_logits)
 
 
-def test_a_scheduler_that_accelerate_prepares_beside_deepspeed_makes_a_step_for_each_group() -> (
-    None
-):
-    run_ranks(["-c", PREPARED_SCHEDULER], 1)
+def test_schedulers_that_accelerate_prepares_beside_deepspeed_count_groups() -> None:
+    run_ranks(["-c", PREPARED_SCHEDULERS], 2)
 
 
 def test_a_deepspeed_config_that_accelerate_leaves_out_is_refused() -> None:

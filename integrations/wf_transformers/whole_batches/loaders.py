@@ -87,6 +87,9 @@ def _run(
         for name, function in functions.items() if ranks > 1 else ():
             by_group = partial(function, ranks)
             stack.enter_context(temporarily_replace(accelerate.accelerator, name, by_group))
+        for x in args:  # accelerate divides by the processes, where groups are meant
+            if type(x).__name__ == "DummyScheduler" and x.total_num_steps is not None:
+                set_until(stack, x, "total_num_steps", x.total_num_steps * ranks)
         return method(*args, **kwargs)
 
 
@@ -175,6 +178,7 @@ FUNCTIONS: Mapping[str, Mapping[str, Function]] = MappingProxyType(
     {
         "prepare_data_loader": {"prepare_data_loader": _prepare_data_loader},
         "prepare_scheduler": {"AcceleratedScheduler": _scheduler},
+        "_prepare_deepspeed": {"AcceleratedScheduler": _scheduler},  # it makes its own
         "gather_for_metrics": {"gather": _gather, "gather_object": _gather_object},
     }
 )
