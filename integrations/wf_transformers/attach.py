@@ -125,9 +125,10 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
         for name, value in attributes.items():
             handle.set(module, name, value)
     cut_stacks(model, handle)
+    if not stacks_of(model):
+        offset_positions(model, handle)
     if handle.sp.size > 1 and not stacks_of(model):
         _seed_by_rank(model, handle)
-        offset_positions(model, handle)
     if has_router_loss(model) and not stacks_of(model):
         RouterLoss(model, handle)
     _check_calls(model, handle)

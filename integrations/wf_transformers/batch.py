@@ -45,7 +45,7 @@ def forward_kwargs(
             the ranks is the mean of one device. Without it, labels are left out, for sp.loss.
 
     Raises:
-        ValueError: if documents or slices would not reach attention, or padding would be seen.
+        ValueError: if documents or slices would not reach attention, or a sample is all padding.
         NotImplementedError: for a model that cannot run on several ranks (`refuse_unspreadable`),
             and with `num_valid` for a model whose loss is not plain cross entropy.
     """
@@ -60,10 +60,7 @@ def forward_kwargs(
         mask = None if builds_masks(model) else _placeholder_mask(model, local_batch)
         kwargs |= {"attention_mask": mask, "use_cache": False}
     elif "attention_mask" in local_batch and not mask_arguments(local_batch):
-        raise ValueError(
-            "attention_mask gives samples of different lengths, and padding would be seen by full "
-            "attention: give samples of one length, one sample, or pack them as documents"
-        )
+        kwargs["cu_seqlens"] = _borders_of_samples(model, local_batch["attention_mask"])
     _refuse_unspreadable(model)
     if any(has_router_loss(inner) and is_applied(inner) for inner in outermost(model)):
         kwargs |= {ROUTER_MASK: local_batch.get("attention_mask")}
@@ -78,6 +75,31 @@ def forward_kwargs(
         kwargs |= {"labels": local_batch["labels"], "shift_labels": local_batch["labels"]}
         kwargs["num_items_in_batch"] = at_least_one(num_valid)
     return kwargs
+
+
+def _borders_of_samples(model: nn.Module, mask: Tensor) -> tuple[tuple[int, ...], ...]:
+    """For each sample 0, its length, and S if it has padding, which full attention would see.
+
+    Args:
+        mask: (b, s), this rank's rows, 1 = valid. Samples differ in length.
+
+    Raises:
+        ValueError: for a sample without valid tokens, and for a model that was not attached.
+    """
+    attention = next(filter(None, map(registered_for, outermost(model))), None)
+    if attention is None:
+        raise ValueError(
+            f"attention_mask gives samples of different lengths, and {type(model).__name__} is not "
+            "attached: call wf_transformers.attach(model, sp), or give samples of one length"
+        )
+    lengths = attention.sp.sum_over_ranks(mask.sum(dim=1)).tolist()
+    if 0 in lengths:
+        raise ValueError(
+            f"attention_mask gives samples of lengths {lengths}: leave out those without valid "
+            "tokens"
+        )
+    seqlen = mask.shape[1] * attention.sp.size
+    return tuple((0, n, seqlen) if n < seqlen else (0, n) for n in lengths)
 
 
 def is_causal(model: nn.Module) -> bool:

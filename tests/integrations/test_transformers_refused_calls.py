@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
+    BERT_HAS_OWN_REGISTRY,
     batch,
     build,
     model_on_one_rank,
@@ -177,14 +178,23 @@ def test_masks_that_hide_nothing_change_nothing(family: str, mask: Tensor) -> No
 # Arguments of `forward_kwargs`
 
 
-def test_ragged_samples_are_refused_under_full_attention() -> None:
-    """Their padding would be seen; under causal attention no token sees it."""
-    local = {"input_ids": torch.ones(2, 8).long(), "attention_mask": torch.ones(2, 8)}
+EMPTY = {"input_ids": torch.ones(2, 8).long(), "attention_mask": torch.tensor([[1] * 8, [0] * 8])}
+
+
+def test_a_sample_without_tokens_is_refused_under_full_attention() -> None:
+    model = build("bert", "sdpa", {})
+    with registered() as (sp, _), wf_transformers.attach(model, sp):
+        with pytest.raises(ValueError, match=r"lengths \[8, 0\]: leave out"):
+            wf_transformers.forward_kwargs(model, EMPTY)
+
+
+@pytest.mark.skipif(not BERT_HAS_OWN_REGISTRY, reason="the config of this BERT tells the ranks")
+def test_ragged_samples_of_a_bert_without_attach_are_refused() -> None:
     with (
         model_on_one_rank("bert", apply=True) as model,
-        pytest.raises(ValueError, match="samples of different lengths"),
+        pytest.raises(ValueError, match="different lengths, and BertForMaskedLM is not attached"),
     ):
-        wf_transformers.forward_kwargs(model, local)
+        wf_transformers.forward_kwargs(model, EMPTY)
 
 
 def test_a_batch_without_tokens_is_refused() -> None:

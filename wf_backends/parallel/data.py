@@ -11,7 +11,7 @@ Besides its ids or embeddings a batch may contain
 No valid token sees padding: under causal attention because it comes last, under full attention
 because `cu_seqlens` makes it a separate document, under slices because no slice contains it. One
 exception: samples of different lengths have no common `cu_seqlens`, so the batch is returned
-without it, and only causal attention is right for them.
+without it: causal attention is right for them, and wf_transformers gives full attention theirs.
 
 Shapes: b batch, S sequence length as given, S' the same rounded up to the multiple.
 """

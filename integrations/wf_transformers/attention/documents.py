@@ -33,11 +33,20 @@ NOT_CUT = (
 
 class Scope(NamedTuple):
     mask_kwargs: MaskKwargs
-    """cu_seqlens or the slices of a mask; empty without them."""
+    """cu_seqlens or the slices of a mask; empty without them. cu_seqlens are a tuple of borders for
+    each sample where samples differ in length under full attention."""
     rows: int | None = None
     """Rows of this rank, which attention must have. 0: the sequence was not cut. None: unknown."""
     seqlen: int | None = None
     """Tokens of the whole sequence, where ranks may have unequal shards."""
+
+
+def by_sample(documents: MaskKwargs) -> MaskKwargs:
+    """`documents`, or {"masks": those of each sample} where samples have borders of their own."""
+    borders = documents.get("cu_seqlens")
+    if isinstance(borders, tuple) and any(isinstance(x, tuple) for x in borders):
+        return {"masks": [{"cu_seqlens": x} for x in borders]}
+    return documents
 
 
 class Documents:

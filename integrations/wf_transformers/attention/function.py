@@ -15,7 +15,7 @@ from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_backends.comm import Shared
 from wf_backends.schedule import SLICE_ARGUMENTS
-from wf_transformers.attention.documents import Documents
+from wf_transformers.attention.documents import Documents, by_sample
 from wf_transformers.attention.masks import MaskCheck, padding_of
 from wf_transformers.calls import ON_ONE_PROCESS
 from wf_transformers.models import refuse_varying_rope
@@ -148,12 +148,11 @@ class Attention(Shared):
                 _refuse_window(module, window)
                 return {**documents}
             window = window or (-1, -1)
-            return {"causal": causal, "window_size": window, "seqlen": seqlen, **documents}
+            borders = by_sample(documents)
+            return {"causal": causal, "window_size": window, "seqlen": seqlen, **borders}
         causal = causal and stack_role != "cross"
-        lengths = padding_of(mask, causal)
-        if lengths is None:
-            return {"causal": causal, "seqlen": seqlen}
-        return {"seqlen": seqlen, "lengths": lengths}
+        masks = padding_of(mask, causal, seqlen)
+        return {"seqlen": seqlen} | ({"causal": causal} if masks is None else {"masks": masks})
 
     @eager
     def _attend(
@@ -162,30 +161,24 @@ class Attention(Shared):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        lengths: Sequence[int] | None = None,
+        masks: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> Tensor:
         """sp.attention with the layer's name, which compiled graphs must not depend on.
 
         Args:
             q: (b, s, h, d). k, v: (b, s, g, d).
-            lengths: the number of keys of each sample. Attention then runs sample by sample,
-                because all samples of a call have the same mask.
+            masks: of each sample, if they differ: arguments of sp.attention, which then runs
+                sample by sample, because all samples of a call have the same mask.
         """
         name = self._layer_names.get(module)
         if name is None:
             name = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}"
-        if lengths is None:
+        if masks is None:
             return self.sp.attention(q, k, v, **options, name=name)
-        q_ranges: Any = [(0, options["seqlen"])]
-        slices = [{"k_ranges": [(0, length)], "attn_mask_types": ["full"]} for length in lengths]
-        samples = zip(*(x.split(1) for x in (q, k, v)), slices, strict=True)
-        return torch.cat(
-            [
-                self.sp.attention(*qkv, **options, **keys, q_ranges=q_ranges, name=name)
-                for *qkv, keys in samples
-            ]
-        )
+        samples = zip(*(x.split(1) for x in (q, k, v)), masks, strict=True)
+        out = [self.sp.attention(*qkv, **options, **mask, name=name) for *qkv, mask in samples]
+        return torch.cat(out)
 
     def record_layer_names(self, model: nn.Module) -> None:
         """Keep the qualified name of every module of a model, for reports and errors."""

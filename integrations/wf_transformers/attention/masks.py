@@ -55,12 +55,15 @@ class MaskCheck:
         self._passed = ref(mask)
 
 
-def padding_of(mask: Tensor | None, causal: bool) -> list[int] | None:
-    """The number of keys of each sample in a mask of the whole sequence; None if it hides none, or
-    under a causal one: tokens never see padding on their right.
+def padding_of(
+    mask: Tensor | None, causal: bool, num_queries: int | None
+) -> list[dict[str, Any]] | None:
+    """For each sample the slices that hide its padding; None if nothing is padded, or under a
+    causal mask: tokens never see padding on their right.
 
     Args:
         mask: as `MaskCheck` takes it, but over the whole sequence.
+        num_queries: of the whole sequence.
 
     Raises:
         ValueError: if it hides anything but padding on the right.
@@ -78,7 +81,10 @@ def padding_of(mask: Tensor | None, causal: bool) -> list[int] | None:
             "right, and would be lost"
         )
     full = causal or bool((lengths == seen.shape[-1]).all())
-    return None if full else lengths.tolist()
+    if full:
+        return None
+    slices = {"q_ranges": [(0, num_queries)], "attn_mask_types": ["full"]}
+    return [{**slices, "k_ranges": [(0, length)]} for length in lengths.tolist()]
 
 
 def _is_plain(mask: Tensor, causal: bool, window: tuple[int, int] | None) -> bool:

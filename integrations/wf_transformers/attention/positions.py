@@ -36,7 +36,7 @@ def _add_padding_offset(sp: SequenceParallel, module: Any, args: Any, kwargs: Kw
         return None
     if sp.rank == 0 and int(positions[0, 0]) != 0:
         raise ValueError(
-            f"position_ids must count from 0 for a {type(module).__name__} on several ranks, got "
+            f"position_ids must count from 0 for a {type(module).__name__} over ranks, got "
             f"{int(positions[0, 0])} for the first token: leave them out; {module.padding_idx + 1} "
             "is added here"
         )

@@ -120,8 +120,8 @@ class HeadHooks:
         local = self._handle.shard_batch(with_documents(batch))
         keep_padding_in_range(inner, local, seqlen)
         ours = forward_kwargs(self._model, local)
-        self._mask_kwargs = mask_arguments(ours)
-        documents.replace(self._mask_kwargs)
+        self._mask_kwargs = mask_arguments(local)
+        documents.replace(mask_arguments(ours))
         documents.expect(seqlen_of(local))
         others = {k: x for k, x in arguments.items() if k not in batch}
         refuse_overwriting(others, ours)
