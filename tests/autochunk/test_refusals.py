@@ -88,7 +88,7 @@ class TestPlans:
         model, kwargs = model_and_inputs("gpt2", "eager")
         other_model, other_kwargs = model_and_inputs("opt", "eager")
         plan = autochunk(other_model, kwargs=other_kwargs, max_slowdown=ANY_SLOWDOWN).plan
-        with pytest.raises(ValueError, match="plan was made for another model or other input"):
+        with pytest.raises(ValueError, match="plan was made for another model .* or other input"):
             autochunk(model, kwargs=kwargs, plan=plan)
 
     @pytest.mark.parametrize(

@@ -122,6 +122,12 @@ fingerprint = capture(model, (torch.zeros(1, 2, 8, 8),), {}).fingerprint
 """
 
 
+def test_fingerprint_is_the_same_on_another_device() -> None:
+    model = Lambda(lambda x: x + torch.arange(4, device=x.device)).eval()
+    inputs = [torch.zeros(2, 4, device=device) for device in ("cpu", "meta")]
+    assert len({capture(model, (x,), {}).fingerprint for x in inputs}) == 1
+
+
 def test_fingerprint_is_the_same_in_another_process() -> None:
     variables: dict[str, str] = {}
     exec(FINGERPRINT, variables)

@@ -11,9 +11,13 @@ import pytest
 
 transformers = pytest.importorskip("transformers", reason="the transformers extra is missing")
 
-from wf_backends.autochunk import BudgetError  # noqa: E402
+import torch  # noqa: E402
+
+from tests.autochunk.helpers import measured_peak, relative_error  # noqa: E402
+from wf_backends.autochunk import BudgetError, ChunkPlan, autochunk  # noqa: E402
 from wf_backends.cli import chunk as command  # noqa: E402
 from wf_backends.cli import readers  # noqa: E402
+from wf_transformers.folders.skeleton import skeleton  # noqa: E402
 
 
 @pytest.fixture
@@ -47,7 +51,7 @@ def test_a_large_model_under_a_budget(wallfacer, folder: str, tmp_path: Path) ->
 def test_the_longest_sequence_within_a_budget(wallfacer_json, folder: str) -> None:
     args = ("--seqlen", "2048", "--layers", "1", "--max-memory", "250MB", "--longest")
     plan = wallfacer_json("chunk", "--model", folder, *args)
-    assert plan["peak"] <= 250e6 < plan["peak_before"]
+    assert plan["plan"]["peak"] <= 250e6 < plan["plan"]["peak_before"]
     assert plan["longest_sequence"] == 3072  # the same on every machine: by the rates of a GPU
 
 
@@ -86,7 +90,7 @@ def test_a_sequence_that_does_not_fit_is_answered_with_the_longest(wallfacer, fo
     code, out, err = wallfacer("chunk", "--model", folder, *args)
     assert code == 0 and "8192 tokens: max_memory=250000000 bytes" in err
     plan = json.loads(out)
-    assert plan["seqlen"] == plan["longest_sequence"] == 3072 and plan["peak"] <= 250e6
+    assert plan["seqlen"] == plan["longest_sequence"] == 3072 and plan["plan"]["peak"] <= 250e6
 
 
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 64}
@@ -134,15 +138,55 @@ def test_the_tokens_of_a_model_with_several_parts(wallfacer_json, folder, config
     """An encoder and a decoder get them both; of other models it is the part for text."""
     config.save_pretrained(folder)
     args = ("--seqlen", "64", "--attention", attention)
-    plan = wallfacer_json("chunk", "--model", folder, *args)
+    plan = wallfacer_json("chunk", "--model", folder, *args)["plan"]
     assert 0 < plan["peak"] <= plan["peak_before"]
+
+
+BART = {"d_model": 8, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 64}
+BART |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layers": 3, "decoder_layers": 4}
+LLAMA = SMALL | {"intermediate_size": 16, "num_key_value_heads": 2, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments"),
+    [
+        (transformers.GPT2Config(**SMALL), {"use_cache": False}),
+        (transformers.LlamaConfig(**LLAMA), {"use_cache": False, "logits_to_keep": 1}),
+        (transformers.BartConfig(**BART), {"use_cache": False, "decoder_input_ids": ...}),
+    ],
+    ids=["gpt2", "llama", "bart"],
+)
+def test_the_plan_is_that_of_the_model_itself(wallfacer_json, folder, config, arguments) -> None:
+    """Tied weights, tensors that are attributes and buffers, and two inputs are as in the model."""
+    config.save_pretrained(folder)
+    args = ("--seqlen", "512", "--max-memory", "0.6", "--max-slowdown", "9", "--attention", "eager")
+    data = wallfacer_json("chunk", "--model", folder, *args)
+    plan = ChunkPlan.from_json(json.dumps(data["plan"]))
+    auto = "AutoModel" if config.is_encoder_decoder else "AutoModelForCausalLM"
+    model = getattr(transformers, auto).from_config(config, attn_implementation="eager").eval()
+    draws = {name: torch.randint(3, 64, (1, 512)) for name in ("input_ids", "decoder_input_ids")}
+    filled = {name: draws[name] if x is ... else x for name, x in arguments.items()}
+    inputs = {"input_ids": draws["input_ids"], **filled}
+    chunked = autochunk(model, kwargs=inputs, plan=plan)
+    assert plan.regions and measured_peak(chunked, inputs) == pytest.approx(plan.peak, rel=0.05)
+    with torch.no_grad():
+        assert relative_error(chunked(**inputs), model(**inputs)) < 1e-5
+
+
+@pytest.mark.parametrize("config", [transformers.BartConfig(**BART), transformers.T5Config()])
+def test_layers_are_those_of_the_encoder_and_of_the_decoder(folder: str, config) -> None:
+    config.save_pretrained(folder)
+    model, _ = skeleton(Path(folder), 8, 1, "eager", 1)
+    kinds = transformers.models.bart.modeling_bart, transformers.models.t5.modeling_t5
+    kinds = kinds[0].BartEncoderLayer, kinds[0].BartDecoderLayer, kinds[1].T5Block
+    assert sum(isinstance(module, kinds) for module in model.modules()) == 2
 
 
 def test_a_model_whose_positions_are_a_plain_attribute(wallfacer_json, folder) -> None:
     """torch.export takes no constant that is a fake tensor: they are made buffers."""
     transformers.CTRLConfig(**SMALL, dff=16).save_pretrained(folder)
     args = ("--seqlen", "64", "--attention", "eager")
-    assert wallfacer_json("chunk", "--model", folder, *args)["peak"]
+    assert wallfacer_json("chunk", "--model", folder, *args)["plan"]["peak"]
 
 
 def test_the_first_layers_are_of_the_kinds_that_they_have_in_the_whole_model(wallfacer, folder):
@@ -161,7 +205,7 @@ def test_the_part_for_text_has_the_dtype_of_the_whole_model(wallfacer_json, fold
     for dtype in ("float32", "bfloat16"):
         text = transformers.LlamaConfig(**ONE_LAYER)
         transformers.LlavaConfig(text_config=text, torch_dtype=dtype).save_pretrained(folder)
-        peaks.append(wallfacer_json(*args)["peak_before"])
+        peaks.append(wallfacer_json(*args)["plan"]["peak_before"])
     assert peaks[1] < 0.8 * peaks[0]
 
 
@@ -171,7 +215,7 @@ def test_rotary_positions_have_no_end(wallfacer_json, folder: str) -> None:
     tokens = {"pad_token_id": 1, "mask_token_id": 2, "intermediate_size": 8}
     transformers.EsmConfig(**SMALL, **positions, **tokens).save_pretrained(folder)
     args = ("--seqlen", "64", "--attention", "eager")
-    assert wallfacer_json("chunk", "--model", folder, *args)["peak"]
+    assert wallfacer_json("chunk", "--model", folder, *args)["plan"]["peak"]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +276,7 @@ def test_the_picture_shows_a_share_of_the_memory_as_a_budget_in_bytes(
     monkeypatch.setattr(command, "draw_memory", lambda _, limit, *__: limits.append(limit))
     args = ("--seqlen", "2048", "--layers", "1", "--max-memory", "0.9", "--picture", "a.png")
     plan = wallfacer_json("chunk", "--model", folder, *args)
-    assert limits == [int(0.9 * plan["peak_before"])]
+    assert limits == [int(0.9 * plan["plan"]["peak_before"])]
 
 
 def test_an_error_of_transformers_names_the_model(wallfacer, folder: str) -> None:

@@ -149,8 +149,9 @@ def use_plan(model: nn.Module, args: tuple, kwargs: dict[str, Any], plan: ChunkP
     captured = capture(model, args, kwargs)
     if plan.fingerprint != captured.fingerprint:
         raise ValueError(
-            f"plan was made for another model or other input shapes: its graph is "
-            f"{plan.fingerprint}, this one {captured.fingerprint}; leave plan out to search again"
+            f"plan was made for another model (its dtype or attention?) or other inputs (shapes, "
+            f"use_cache?): its graph is {plan.fingerprint}, this one {captured.fingerprint}; leave "
+            f"plan out to search again"
         )
     return _with_plan(captured, plan)
 

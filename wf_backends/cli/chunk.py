@@ -81,7 +81,7 @@ def chunk(
         limit = budget.in_bytes(profiles.plan.peak_before).memory
         draw_memory(profiles, limit, picture, f"{model.name}, {seqlen} tokens")
     if as_json:
-        data = asdict(profiles.plan) | {"seqlen": seqlen, "longest_sequence": max_seqlen}
+        data = {"seqlen": seqlen, "longest_sequence": max_seqlen, "plan": asdict(profiles.plan)}
         return print_json(data)
     print(profiles.plan.explain())
     if max_seqlen is not None:

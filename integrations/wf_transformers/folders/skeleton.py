@@ -23,6 +23,7 @@ except ImportError:  # transformers 4
     from transformers.modeling_utils import no_init_weights
 
 ATTENTIONS = ("sdpa", "eager")
+SIDES = ("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers")
 LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings", "positions_embed")
 
 
@@ -50,12 +51,14 @@ def skeleton(
     config = whole_config.get_text_config()
     if layers:
         _keep_layers(config, layers)
-    auto_class = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
+    auto_class = AutoModelForCausalLM if is_decoder else AutoModel
     dtype = config.torch_dtype or whole_config.torch_dtype or torch.float32
     with FakeTensorMode():
         with refused_by_name(folder), no_init_weights():  # ModernBERT's looks at values
             _check_class(auto_class._model_mapping[type(config)], attention)
             model = auto_class.from_config(config, attn_implementation=attention, torch_dtype=dtype)
+            model.tie_weights()
         _attributes_as_buffers(model)
         check_positions(f"--seqlen {seqlen}", model, seqlen)
         inputs: dict[str, Any] = {"input_ids": torch.zeros(batch, seqlen, dtype=torch.long)}
@@ -63,7 +66,7 @@ def skeleton(
         return skeleton(folder, seqlen, batch, attention, _layers_of_all_kinds(model))
     names = inspect.signature(model.forward).parameters
     prefill = {"use_cache": False, "logits_to_keep": 1}  # only the last token's logits
-    options = prefill | {"decoder_input_ids": inputs["input_ids"]}
+    options = prefill | {"decoder_input_ids": inputs["input_ids"].clone()}
     return model.eval(), inputs | {name: x for name, x in options.items() if name in names}
 
 
@@ -73,7 +76,9 @@ def _keep_layers(config: Any, layers: int) -> None:
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == count:
             setattr(config, name, value[:layers])
-    config.num_hidden_layers = min(layers, count)
+    own_name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    for name in {own_name, *SIDES} & vars(config).keys():
+        setattr(config, name, min(layers, getattr(config, name)))
 
 
 def _layers_of_all_kinds(model: Any) -> int:
@@ -100,9 +105,10 @@ def _attributes_as_buffers(model: nn.Module) -> None:
 
     torch.export would keep them as constants, which must not be fake tensors.
     """
+    weights = {id(weight) for weight in (*model.parameters(), *model.buffers())}
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and id(value) not in weights:
                 delattr(module, name)
                 module.register_buffer(name, value, persistent=False)
 

@@ -11,6 +11,7 @@ import copy
 import hashlib
 import io
 import logging
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -47,6 +48,7 @@ _BY_SHAPE = {
     aten.view_as.default: aten.view.default,
     aten.reshape_as.default: aten.reshape.default,
 }
+DEVICE = re.compile(r"device\(type='\w+'(, index=\d+)?\)")
 NOT_MODELS = {"torch", "sympy", "wf_backends"} | sys.stdlib_module_names  # packages
 
 
@@ -202,12 +204,12 @@ def no_log() -> Iterator[None]:
 
 
 def _fingerprint(graph: fx.Graph) -> str:
-    """A digest of the graph's operators and shapes: equal for the same model and input shapes."""
+    """A digest of operators and shapes: equal for the same model and input shapes on any device."""
     lines = []
     for node in graph.nodes:
-        shapes = [(tuple(t.shape), t.dtype, t.device.type) for t in tensors(node)]
+        shapes = [(tuple(t.shape), t.dtype) for t in tensors(node)]
         lines.append(f"{node.op} {operator_name(node)} {node.args} {node.kwargs} {shapes}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return hashlib.sha256(DEVICE.sub("", "\n".join(lines)).encode()).hexdigest()[:16]
 
 
 def operator_name(node: fx.Node) -> str:
@@ -219,9 +221,7 @@ def operator_name(node: fx.Node) -> str:
 
 def tensors(node: fx.Node) -> list[torch.Tensor]:
     """The fake tensors that the node computes."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [v for v in values if isinstance(v, torch.Tensor)]
+    return [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
 
 
 def nbytes(node: fx.Node) -> int:
