@@ -24,6 +24,18 @@ from tests.long import selected_cases  # noqa: E402
 
 pytestmark = pytest.mark.processes
 
+SHUFFLED = """
+import torch, torch.distributed as dist, wf_accelerate
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+with wf_accelerate.counted_by_group(accelerator, lambda: 2):
+    loader = torch.utils.data.DataLoader(range(9), shuffle=True)
+    prepared = accelerator.prepare(loader)
+torch.manual_seed(0)
+expected = torch.cat(list(loader))
+torch.manual_seed(dist.get_rank())  # as load_state of one rank's checkpoint leaves them
+assert torch.cat(list(prepared)).equal(expected)
+"""
 CONCENTRIC = {"sequence_parallel_size": 4, "route": {"name": "concentric", "team_size": 2}}
 RING = {"sequence_parallel_size": 2, "route": {"name": "ring"}, "verify": False}
 OFFLOAD = {"activation_checkpointing": {"offload": True}}
@@ -169,3 +181,7 @@ def test_the_example_trains_alike_on_one_and_on_four_ranks(tmp_path: Path) -> No
         losses.append(float(line.split()[2]))
         assert not any("held-out loss" in text for text in printed[1:])
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)  # it prints four decimals
+
+
+def test_ranks_of_a_sequence_shuffle_as_the_first_one() -> None:
+    run_ranks(["-c", SHUFFLED], 2)

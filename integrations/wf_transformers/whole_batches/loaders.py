@@ -121,6 +121,10 @@ def _prepare_data_loader(size: int, original: Function, *args: Any, **kwargs: An
         "process_index": kwargs["process_index"] // size,
         "dispatch_batches": False,
     }
+    sampler = getattr(args[0], "sampler", None)
+    if by_group["num_processes"] == 1 and getattr(sampler, "generator", sampler) is None:
+        # It draws torch's numbers, which load_state restores on the ranks that were saved alone
+        by_group["rng_types"] = [*(kwargs.get("rng_types") or []), "torch"]
     with ExitStack() as stack:
         if kwargs.get("dispatch_batches") is None:  # an IterableDataset as if rank 0 dispatched it
             set_until(stack, accelerate.data_loader, "IterableDatasetShard", Stream)
