@@ -60,25 +60,33 @@ def test_a_model_that_fits_is_resident_and_a_warning_says_so() -> None:
     assert device.bytes == 0
 
 
-def test_remove_frees_slabs_pinned_buffers_and_resident_rows_while_the_handle_lives() -> None:
-    model, device, allocated = MLP(), fast_device(), list[weakref.ref[Tensor]]()
+@pytest.mark.parametrize("pin_memory", [True, "weights"])
+def test_remove_frees_slabs_pinned_memory_and_resident_rows_at_once_while_the_handle_lives(
+    pin_memory: bool | str,
+) -> None:
+    model, device = MLP(), fast_device()
+    allocated = list[weakref.ref[torch.UntypedStorage]]()
 
     def allocate(method: Callable[..., Tensor], argument: object) -> Tensor:
         tensor = method(argument)
-        allocated.append(weakref.ref(tensor))
+        allocated.append(weakref.ref(tensor.untyped_storage()))
         return tensor
 
     device.place = partial(allocate, device.place)  # type: ignore[method-assign]
     device.pinned = partial(allocate, device.pinned)  # type: ignore[method-assign]
-    handle = dispatch_model(model, max_memory(model, 0.5), device)
-    with torch.no_grad():
-        model(torch.ones(1, 64))
-    slabs, pinned_buffers, resident = handle.plan.slabs, handle.plan.slabs, len(handle.plan.splits)
-    num_alive = sum(tensor() is not None for tensor in allocated)
-    assert num_alive == slabs + pinned_buffers + resident
-    handle.remove()
-    gc.collect()
-    assert all(tensor() is None for tensor in allocated)
+    gc.disable()
+    try:
+        handle = dispatch_model(model, max_memory(model, 0.5), device, pin_memory=pin_memory)
+        with torch.no_grad():
+            model(torch.ones(1, 64))
+        slabs, resident = handle.plan.slabs, len(handle.plan.splits)
+        pinned = slabs if pin_memory is True else 1  # a block of all weights
+        num_alive = sum(memory() is not None for memory in allocated)
+        assert num_alive == slabs + pinned + resident + len(model.layers)  # with their biases
+        handle.remove()
+        assert all(memory() is None for memory in allocated)
+    finally:
+        gc.enable()
     assert handle.report()["decode"]["passes"] == 1
 
 

@@ -248,3 +248,4 @@ def check_not_called(model: nn.Module) -> None:
                     else f"handle.remove() while the thread {names.get(ident)!r} calls the model: "
                     "wait for the end of its call, then call handle.remove() again"
                 )
+    del top, frame  # the caller's frames, which would refer to themselves and keep the memory
