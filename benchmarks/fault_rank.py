@@ -98,7 +98,7 @@ class Layers(nn.Module):
         if self.fault == "skip a call":
             return x
         if self.fault == "skip a backward":
-            return self._attention(x.detach(), FAULTY_LAYER).detach()
+            return self._attention(x, FAULTY_LAYER).detach()
         if self.fault in TENSORS:
             x = TENSORS[self.fault](x)
         return self._attention(x, FAULTY_LAYER, **CALLS.get(self.fault, {}))
