@@ -12,6 +12,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from accelerate import Accelerator  # noqa: E402
 from torch import nn  # noqa: E402
+from transformers import T5Config, T5ForConditionalGeneration  # noqa: E402
 
 import wf_accelerate  # noqa: E402
 from tests.autochunk.tiling.helpers import tiled_modules  # noqa: E402
@@ -77,6 +78,11 @@ class TestPlanTiles:
     def test_model_of_another_library_is_refused(self) -> None:
         with pytest.raises(NotImplementedError, match="needs a Hugging Face model .* Linear is n"):
             plan_tiles(nn.Linear(2, 2), TrainingBudget(seqlen=64), 1)
+
+    def test_model_with_tokens_of_a_decoder_is_refused(self) -> None:
+        model = T5ForConditionalGeneration(T5Config(16, 8, 2, 8, 1, num_heads=4))
+        with pytest.raises(NotImplementedError, match="T5ForConditionalGeneration .*decoder_input"):
+            plan_tiles(model, TrainingBudget(seqlen=64), 1)
 
     def test_parameters_that_zero_init_partitioned_are_refused(self) -> None:
         model = tiny_llama(1)

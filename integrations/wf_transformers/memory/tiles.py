@@ -88,8 +88,8 @@ def plan_tiles(
 
     Raises:
         ValueError: as `plan_training`, or if the length of sequences is unknown.
-        NotImplementedError: if the model does not take tokens, or ZeRO 3 has partitioned its
-            parameters.
+        NotImplementedError: if the model does not take tokens, or those of a decoder too, or
+            ZeRO 3 has partitioned its parameters.
     """
     if budget is None:
         return None
@@ -99,6 +99,11 @@ def plan_tiles(
         raise NotImplementedError(
             f'"{AUTOCHUNK}" needs a Hugging Face model that takes "input_ids", and '
             f"{type(model).__name__} is none: call plan_training of wf_backends.autochunk.tiling"
+        )
+    if "decoder_input_ids" in parameter_names(model):
+        raise NotImplementedError(
+            f'"{AUTOCHUNK}" plans for "input_ids" alone, and {type(model).__name__} takes '
+            '"decoder_input_ids" too, of a length that it does not know: leave it out'
         )
     if any(hasattr(p, "ds_id") for p in model.parameters()):
         raise NotImplementedError(
