@@ -54,7 +54,7 @@ def skeleton(
     is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
     auto_class = AutoModelForCausalLM if is_decoder else AutoModel
     dtype = config.torch_dtype or whole_config.torch_dtype or torch.float32
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         with refused_by_name(folder), no_init_weights():  # ModernBERT's looks at values
             _check_class(auto_class._model_mapping[type(config)], attention)
             model = auto_class.from_config(config, attn_implementation=attention, torch_dtype=dtype)
