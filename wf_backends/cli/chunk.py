@@ -35,7 +35,7 @@ def chunk(
     max_slowdown: Annotated[float, Option(help="Share of time that slices may add.")] = 0.1,
     attention: Annotated[str, Option(help="sdpa or eager.")] = "sdpa",
     layers: Annotated[int, Option(help="Capture at most so many layers; 0: all.")] = 0,
-    is_longest: Annotated[bool, Option("--longest", help="Find the longest one, too.")] = False,
+    find_longest: Annotated[bool, Option("--longest", help="Find the longest --seqlen.")] = False,
     measure: Annotated[bool, Option("--measure", help="Measure this machine's rates.")] = False,
     as_json: AsJson = False,
     picture: Picture = None,
@@ -55,7 +55,7 @@ def chunk(
     check_range(0, layers=layers)
     memory = _memory(max_memory)
     budget = checked_budget(memory, max_slowdown)
-    if is_longest and not isinstance(budget.memory, int):
+    if find_longest and not isinstance(budget.memory, int):
         raise ValueError("--longest needs --max-memory as a size, such as 8GB")
 
     def make_profiles(tokens: int, num_layers: int | None) -> Profiles:
@@ -69,7 +69,7 @@ def chunk(
             return True
         return False
 
-    max_seqlen = longest(fits, TOKEN_STEP) if is_longest else None
+    max_seqlen = longest(fits, TOKEN_STEP) if find_longest else None
     try:
         profiles = make_profiles(seqlen, layers)
     except BudgetError as error:

@@ -29,10 +29,10 @@ def generate(
     max_new_tokens: Annotated[int, Option(help="Tokens to generate.")] = 64,
     cpu_memory: Annotated[str, Option(help="Of the host; empty for all.")] = "",
     sample: Annotated[bool, Option(help="Draw tokens at random; else the likeliest.")] = False,
-    temperature: Annotated[float | None, Option(help="Of --sample; or the folder's.")] = None,
-    top_p: Annotated[float | None, Option(help="Of --sample; or the folder's.")] = None,
+    temperature: Annotated[float | None, Option(help="Of --sample; default: the folder's.")] = None,
+    top_p: Annotated[float | None, Option(help="Of --sample; default: the folder's.")] = None,
     seed: Annotated[int | None, Option(help="Of --sample.", show_default="0")] = None,
-    shaped: Annotated[str, Option(help="GB/s of link, host, accelerator, to try without.")] = "",
+    shaped: Annotated[str, Option(help="Simulates GB/s of link, host, accelerator: 1,3,20.")] = "",
     pin_weights: o.PinWeights = False,
     cache_dir: o.CacheDir = None,
 ) -> None:

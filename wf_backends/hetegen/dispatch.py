@@ -32,7 +32,8 @@ from wf_backends.hetegen.weights import PHASES, Pinned, Plan, Request, make_plan
 ACCELERATOR = "accelerator"
 MEMORY_KEYS = (ACCELERATOR, "cpu")
 MAX_SETTING = 2**40  # tokens, sequences or slabs
-WEIGHTS = "weights"
+PINNED: dict[bool | str, Pinned] = {True: "slabs", False: "nothing", "weights": "weights"}
+"""pin_memory -> the host memory that is pinned."""
 
 
 class Handle:
@@ -135,14 +136,10 @@ def dispatch_model(
         prefill_tokens=batch * prompt,
         alpha=None if alpha == "auto" else float(alpha),
         slabs=prefetch + 2,
-        pinned=_pinned(pin_memory),
+        pinned=PINNED[pin_memory],
     )
     del weights  # they would keep the memory of weights that `_split` moves
     return _split(model, device, make_plan(request))
-
-
-def _pinned(pin_memory: bool | str) -> Pinned:
-    return "weights" if pin_memory == WEIGHTS else "slabs" if pin_memory else "nothing"
 
 
 def _parse_memory(max_memory: Mapping[int | str, int | str]) -> tuple[int, float]:
@@ -191,8 +188,8 @@ def _check_settings(
 ) -> None:
     if alpha != "auto" and not (is_real(alpha) and 0 <= cast(float, alpha) <= 1):
         raise ValueError(f'alpha must be "auto" or a share from 0 to 1, got {alpha!r}')
-    if pin_memory != WEIGHTS:
-        of_type("pin_memory", pin_memory, bool, f'True, False or "{WEIGHTS}"')
+    if pin_memory != "weights":
+        of_type("pin_memory", pin_memory, bool, 'True, False or "weights"')
     settings = {"prefetch": (prefetch, 0), "batch": (batch, 1), "prompt": (prompt, 1)}
     for name, (value, minimum) in settings.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:

@@ -101,7 +101,7 @@ def masked_operators(name: str, attention: Attention) -> Operators:
 def additive_mask(
     rows: int, keys: int, band: Band, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """(1, 1, rows, keys): 0 where the row sees the key, else -inf; MASK_MULTIPLE holds."""
+    """(1, 1, rows, keys): 0 where the row sees the key, else -inf; rows padded to MASK_MULTIPLE."""
     seen = band_mask(rows, keys, band, device)
     columns = keys + -keys % MASK_MULTIPLE
     mask = torch.zeros(1, 1, rows, columns, dtype=dtype, device=device)[..., :keys]

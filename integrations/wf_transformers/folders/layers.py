@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from functools import partial
-from operator import sub
 from textwrap import shorten
 from typing import Any
 from warnings import catch_warnings
@@ -64,9 +63,9 @@ def _count_layers(model: Any, mode: FakeTensorMode) -> dict[str, Any]:
         sizes = {key: max(0.0, (more[key] - less[key]) / tokens) for key in more}
         weights = short.weights[index]
         layers.append(Layer(count, sum(weights), max(weights, default=0), **sizes))
-    norms = (step.peaks[-1, "norm"] - step.base(len(kinds)) for step in (long, short))
+    longer, shorter = (step.peaks[-1, "norm"] - step.base(len(kinds)) for step in (long, short))
     gradient = model.config.hidden_size * model.dtype.itemsize  # that of a sum takes no memory
-    return {"kinds": tuple(layers), "last_norm": sub(*norms) / tokens + gradient}
+    return {"kinds": tuple(layers), "last_norm": (longer - shorter) / tokens + gradient}
 
 
 class _Attention(torch.autograd.Function):

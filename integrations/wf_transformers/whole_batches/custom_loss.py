@@ -144,4 +144,6 @@ def fused_fields(
     if num_items is None:
         num_items = fields["label_mask"].sum().clamp(min=1)
     fields["loss"] = -fields["log_probs"].sum() / num_items + aux_loss
-    return fields | {key: output[key] for key in ("aux_loss",) if key in output}
+    if "aux_loss" in output:
+        fields["aux_loss"] = output["aux_loss"]
+    return fields

@@ -36,7 +36,7 @@ from wf_backends.autochunk.graph.inputs import (
     CONSTANTS,
     containers,
     names_of_leaves,
-    refuse_stateful_hooks,
+    refuse_hooks,
     restored_attributes,
     separated_from_weights,
 )
@@ -108,7 +108,7 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     if the model's code depends on the values of tensors, or changes its own buffers.
     """
     try:
-        refuse_stateful_hooks(model)
+        refuse_hooks(model)
         leaves, spec = pytree.tree_flatten(separated_from_weights(model, args, kwargs))
         exported = _model_of_leaves(model, leaves, spec)
         inputs = tuple(None if isinstance(leaf, CONSTANTS) else leaf for leaf in leaves)

@@ -111,7 +111,7 @@ def restored_attributes(model: nn.Module) -> Iterator[None]:
                         value.cache_clear()
 
 
-def refuse_stateful_hooks(model: nn.Module) -> None:
+def refuse_hooks(model: nn.Module) -> None:
     """Raises ValueError for hooks that do what no graph can: those of diffusers that keep results
     of one call for later ones (`enable_cache`), and those that move or cast weights."""
     for path, module in model.named_modules():
