@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from accelerate.utils import set_seed
@@ -20,6 +21,15 @@ from wf_transformers.whole_batches.log_probabilities import (
     Rollout,
     take_sharded_logits,
 )
+
+OVER_ALL_SAMPLES = MappingProxyType(
+    {
+        "scale_rewards": "batch",
+        "multi_objective_aggregation": "normalize_then_sum",
+        "normalize_advantages": True,
+    }
+)
+"""Options of a trainer, each with its value that divides by a deviation over all ranks' samples."""
 
 
 class TrlTrainer:
@@ -53,7 +63,7 @@ class TrlTrainer:
         trainer, sp = self._trainer, handle.sp
         handle.first = None  # the model is called without labels, so there is no loss to compare
         if self._trains_policy:
-            _set_generation_batch(trainer, sp.size, handle)
+            set_generation_batch(trainer, sp.size, handle)
             # TRL's seed is another for each process; the ranks of a sequence must draw alike
             set_seed(trainer.args.seed + handle.data_parallel_rank)
             rewards = partial(_rewards_of_first_ranks, sp.size)
@@ -90,13 +100,20 @@ def _refuse_options(trainer: Any, needs_whole_parameters: bool) -> None:
         )
 
 
-def _set_generation_batch(trainer: Any, size: int, handle: Handle) -> None:
+def set_generation_batch(trainer: Any, size: int, handle: Handle) -> None:
     """Divide TRL's generation batch by the ranks of a sequence: they generate the same samples.
 
     Raises:
         ValueError: if the samples of a group are not whole sets of completions of a prompt.
+        NotImplementedError: for an option in `OVER_ALL_SAMPLES`, on several ranks.
     """
     args, num_generations = trainer.args, trainer.num_generations
+    for key, value in OVER_ALL_SAMPLES.items():
+        if size > 1 and getattr(args, key, None) == value:
+            raise NotImplementedError(
+                f"{key}={value!r}: TRL divides by a standard deviation over the samples of all "
+                "ranks, where those of a sequence count once for each of its ranks; leave it out"
+            )
     train_samples = args.per_device_train_batch_size * args.steps_per_generation
     batches = {"per_device_train_batch_size x steps_per_generation": train_samples}
     if trainer.eval_dataset is not None:

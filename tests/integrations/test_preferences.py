@@ -19,6 +19,9 @@ import wf_accelerate  # noqa: E402
 from tests.integrations.accelerate_jobs import Results  # noqa: E402
 from tests.integrations.trl_jobs import CONCENTRIC, run_trl  # noqa: E402
 from tests.long import selected_cases  # noqa: E402
+from wf_accelerate.trl_trainers import set_generation_batch  # noqa: E402
+from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
+from wf_transformers import Handle  # noqa: E402
 
 TWO_GROUPS = {"sequence_parallel_size": 2, "route": "ring"}
 ACCUMULATION = {"gradient_accumulation_steps": 2}
@@ -127,6 +130,18 @@ def test_vllm_is_refused(tmp_path: Path) -> None:
     trainer.use_vllm = True
     with pytest.raises(NotImplementedError, match="use_vllm=True"):
         wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("scale_rewards", "batch"), ("normalize_advantages", True)]
+)
+def test_a_deviation_over_all_ranks_is_refused(tmp_path: Path, option: str, value: Any) -> None:
+    """The ranks of a sequence have the same samples, which would count several times."""
+    trainer = make_grpo_trainer(tmp_path)
+    handle = Handle(SequenceParallel(SequenceParallelConfig(sequence_parallel_size=1)))
+    setattr(trainer.args, option, value)
+    with pytest.raises(NotImplementedError, match=f"{option}={value!r}: TRL divides"):
+        set_generation_batch(trainer, 2, handle)
 
 
 def test_remove_restores_a_grpo_trainer(tmp_path: Path) -> None:
