@@ -184,6 +184,22 @@ def test_finer_tiles_on_which_a_module_fails_are_not_planned() -> None:
         plan_of(model, max_memory=1000, max_slowdown=1.0)
 
 
+def test_layer_that_may_be_dropped_is_planned() -> None:
+    """OPT and BioGPT draw a number for each layer, also where none is dropped."""
+
+    class LayerDrop(TwoLayers):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                if torch.rand([]) < 0.0:
+                    continue
+                x = x + layer(x)
+            return x
+
+    x = torch.randn(2, 64, NARROW)
+    plans = [plan_training(m.train(), (x,), max_slowdown=1.0) for m in (TwoLayers(), LayerDrop())]
+    assert plans[0] == plans[1] and plans[1].peak_before
+
+
 def test_check_of_values_outside_compilation_is_assumed_to_pass() -> None:
     """transformers looks for padding so, where it gets no mask."""
 

@@ -8,10 +8,13 @@ fake tensors has a lower peak.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import fx, nn
 from torch.distributed import ProcessGroup
 
@@ -106,7 +109,7 @@ def plan_training(
             closest plan); if the model cannot be captured (with the reason).
     """
     budget = checked_budget(max_memory, max_slowdown)
-    with planning_lock():
+    with planning_lock(), _no_layer_dropped():
         search = _Search(model, args, dict(kwargs or {}))
         peak_before = search.peak([])
         plan = TrainingPlan((), peak_before, peak_before, 0.0, search.refused)
@@ -121,6 +124,18 @@ def plan_training(
                 raise ValueError(search.budget_error(plan, max_memory, target, max_slowdown))
             plan = finer
         return plan
+
+
+@contextmanager
+def _no_layer_dropped() -> Iterator[None]:
+    """`torch.rand([])` is 1 inside: LayerDrop (OPT) branches on it, and so keeps each layer."""
+    rand = torch.rand
+
+    def draw(*size: Any, **options: Any) -> Any:
+        return 1.0 if size == ([],) else rand(*size, **options)
+
+    with mock.patch.object(torch, "rand", draw):
+        yield
 
 
 def apply_training(
