@@ -13,6 +13,7 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.sharded_moe import TopKGate
 from deepspeed.runtime.tensor_parallel import init_utils
 from deepspeed.utils import groups as groups_of_deepspeed
 from deepspeed.utils import set_z3_leaf_module
@@ -85,6 +86,8 @@ def initialize_with(
         return original(*args, **kwargs)
     refuse_conflicts(config, block)
     _refuse_arguments(call.arguments)
+    if block.sequence_parallel.sequence_parallel_size > 1:
+        _refuse_dropped_tokens(call.arguments["model"])
     timeout = block.sequence_parallel.timeout
     start(call.arguments, timeout)
     refuse_missing_block(has_block=True)
@@ -200,6 +203,15 @@ def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
         )
     if not isinstance(arguments.get("model"), nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(arguments.get('model'))}")
+
+
+def _refuse_dropped_tokens(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, TopKGate) and module.drop_tokens:
+            raise NotImplementedError(
+                f"{name} drops tokens beyond an expert's capacity, which a rank would count for "
+                f'its own tokens only beside "{KEY}": give MoE(..., drop_tokens=False)'
+            )
 
 
 def start(

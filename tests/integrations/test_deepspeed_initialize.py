@@ -19,6 +19,7 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=I
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
 import deepspeed  # noqa: E402
+from deepspeed.moe.sharded_moe import TopKGate  # noqa: E402
 from deepspeed.runtime.tensor_parallel import init_utils  # noqa: E402
 
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
@@ -93,6 +94,13 @@ def test_groups_beside_the_block_are_refused(name: str) -> None:
             (),
             {"config": CONFIG, name: (1, 2), "model": nn.Linear(1, 1)},
         )
+
+
+def test_a_mixture_of_deepspeed_that_drops_tokens_is_refused() -> None:
+    """Two ranks would drop tokens beyond the capacity for their own: other ones than one rank."""
+    model = nn.Sequential(TopKGate(4, 2))
+    with pytest.raises(NotImplementedError, match=r"^0 drops tokens .* drop_tokens=False"):
+        initialize_with(arguments_of_initialize, (None, model), {"config": CONFIG})
 
 
 def test_tensor_parallelism_by_tp_model_init_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
