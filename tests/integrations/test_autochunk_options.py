@@ -80,7 +80,7 @@ class TestPlanTiles:
             plan_tiles(nn.Linear(2, 2), TrainingBudget(seqlen=64), 1)
 
     def test_model_with_tokens_of_a_decoder_is_refused(self) -> None:
-        model = T5ForConditionalGeneration(T5Config(16, 8, 2, 8, 1, num_heads=4))
+        model = T5ForConditionalGeneration(T5Config(d_model=8, d_kv=2, d_ff=8, num_layers=1))
         with pytest.raises(NotImplementedError, match="T5ForConditionalGeneration .*decoder_input"):
             plan_tiles(model, TrainingBudget(seqlen=64), 1)
 
