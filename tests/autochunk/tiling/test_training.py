@@ -164,6 +164,35 @@ def test_module_that_computes_with_the_number_of_its_rows_is_not_planned(factor:
     assert "not tiled: Scaled, no tiles: it computes with the number of its" in plan.explain()
 
 
+class KeepingMlp(Mlp):
+    """Keeps the mean of its input: in an attribute, a list or a buffer, which it replaces."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.losses: list[Tensor] = []
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "losses":
+            self.losses.append(x.square().mean())
+        else:
+            setattr(self, self.where, x.detach().mean())
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")  # from torch.export
+@pytest.mark.parametrize("where", ["loss", "losses", "mean"])
+def test_module_that_keeps_a_tensor_of_its_call_is_not_planned(where: str) -> None:
+    """Tiles would leave the tensor of the last tile there, without its gradient."""
+    model = build_decoder()
+    model.mlp[1] = KeepingMlp(where)
+    plan = plan_of(model, max_slowdown=1.0)
+    assert planned_modules(plan) == ["head", "mlp.0"]
+    reason = f"no tiles: it keeps a tensor of each call in {where}"
+    assert ("KeepingMlp", reason) in plan.refused
+
+
 def test_module_with_a_number_that_happens_to_be_that_of_its_rows_is_planned() -> None:
     model = build_decoder()
     model.mlp[1] = Scaled(lambda _: ROWS)

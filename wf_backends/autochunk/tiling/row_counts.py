@@ -1,8 +1,9 @@
-"""Whether a module computes with the number of its rows: a tile has fewer.
+"""Whether a module computes with the number of its rows, or keeps tensors: a tile has fewer rows.
 
 The graph does not show where a number comes from, as in x / (len(x) - 1), or a branch on the
 length. So the module also runs on the rows of a tile, on fake tensors: it must run the same
-operators with the same numbers as on all rows.
+operators with the same numbers as on all rows. Nor does the graph show that a module keeps a tensor
+of its call in an attribute, such as an auxiliary loss: this would be that of one tile.
 """
 
 from __future__ import annotations
@@ -63,10 +64,27 @@ def _compare(
     """Compare what a module runs on all rows, on those of a tile, and on those of the last tile."""
     call, tensors = tiled.prepared(args, kwargs)
     whole = _operators(call, tensors, call.rows)
+    held, refusal = _held_tensors(module), f"{type(module).__name__} cannot be tiled:"
     for rows in {rows for _, rows in call.bounds()}:
         if _operators(call, tensors, rows) != whole:
-            name = type(module).__name__
-            raise CaptureError(f"{name} cannot be tiled: it computes with the number of its rows")
+            raise CaptureError(f"{refusal} it computes with the number of its rows")
+    kept = [name for name, xs in _held_tensors(module).items() if not _same(xs, held.get(name, []))]
+    if kept:
+        raise CaptureError(f"{refusal} it keeps a tensor of each call in {', '.join(kept)}")
+
+
+def _held_tensors(module: nn.Module) -> dict[str, list[Tensor]]:
+    """The tensors of each attribute and buffer of all modules inside, also in lists and dicts."""
+    return {
+        f"{path}.{name}".lstrip("."): [x for x in pytree.tree_leaves(value) if torch.is_tensor(x)]
+        for path, part in module.named_modules()
+        for name, value in {**vars(part), **part._buffers}.items()
+        if name not in ("_parameters", "_buffers")
+    }
+
+
+def _same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return [*map(id, some)] == [*map(id, others)]
 
 
 def _operators(call: CallInTiles, tensors: Sequence[Tensor], rows: int) -> list[tuple[Any, ...]]:
