@@ -24,7 +24,7 @@ class Attention:
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp = sp
         self.calls = 0
-        """Calls since the counter was last set to 0."""
+        """How often it was called."""
 
     def __call__(
         self,
@@ -63,14 +63,25 @@ class Attention:
 
 
 def take_over(module: Any, attention: Attention, handle: Handle) -> None:
-    """Make an attention module call `attention` where diffusers' native backend calls torch's."""
+    """Make an attention module call `attention` where diffusers' native backend calls torch's.
+
+    Its forward raises a NotImplementedError if it calls neither.
+    """
     if hasattr(module.processor, BACKEND):
         handle.set(module.processor, BACKEND, AttentionBackendName.NATIVE)
     original = module.forward
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        calls = attention.calls
         with InPlaceOfTorchAttention(attention):
-            return original(*args, **kwargs)
+            out = original(*args, **kwargs)
+        if attention.calls == calls:
+            raise NotImplementedError(
+                f"{type(module).__name__} did not call WallFacer's attention: processors or "
+                "backends were changed after wf_diffusers.attach, and every rank would attend to "
+                "its own tokens only. Set them before, and attach again"
+            )
+        return out
 
     handle.set(module, "forward", forward)

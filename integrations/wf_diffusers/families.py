@@ -28,6 +28,11 @@ class Cut:
     """Whether its only stream is the last stream of the previous cut, and gets the same layout."""
     kept: str = ""
     """An argument that only tells how long its stream is: it stays whole."""
+    joint_mask: str = ""
+    """A mask of text and image in one, (..., tokens of both): it tells how long a stream of text
+    before `streams` is. It is true everywhere (`Family.text_masks`), and taken out."""
+    may_be_absent: bool = False
+    """Whether the argument may be the same for all tokens: of one row, or without `dim`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,12 @@ class Family:
     which the model makes its sample."""
     refused: tuple[tuple[str, str], ...] = ()
     """(name, description) of arguments of the model that cannot be cut."""
+    text_masks: tuple[tuple[str, str], ...] = ()
+    """(mask, text) arguments of the model: padding at the end of a text is taken off."""
+    refused_config: tuple[str, Any] = ("", None)
+    """(name, value) of a setting of the model that is not supported."""
+    last_stream_attends_alone: bool = False
+    """Whether some modules attend over the last stream alone: it has a layout of its own length."""
     allows_empty_stream: bool = False
     """Whether its blocks run without tokens of a stream: a rank may get none of a short text."""
 
@@ -63,8 +74,48 @@ FLUX = Family(
     ),
     allows_empty_stream=True,
 )
+WAN = Family(
+    attention=("blocks.*.attn1",),
+    cuts=(
+        Cut("", (("timestep",),), dim=1, may_be_absent=True),
+        Cut("blocks.0", (("hidden_states",),)),
+        Cut("blocks.*", (("rotary_emb",),), dim=1),
+    ),
+    gathered="proj_out",
+)
+SD3 = Family(
+    attention=("transformer_blocks.*.attn", "transformer_blocks.*.attn2"),
+    cuts=(JOINT,),
+    gathered="proj_out",
+    refused=(("block_controlnet_hidden_states", CONTROL), ("joint_attention_kwargs", KWARGS)),
+    last_stream_attends_alone=True,
+)
+HUNYUAN = Family(
+    attention=FLUX.attention,
+    cuts=(
+        JOINT,
+        *(
+            Cut(f"{blocks}.*", ((rotary,),), joint_mask="attention_mask")
+            for blocks in ("transformer_blocks", "single_transformer_blocks")
+            for rotary in ("image_rotary_emb", "freqs_cis")
+        ),
+    ),
+    gathered="proj_out",
+    text_masks=(("encoder_attention_mask", TEXT),),
+    refused_config=("image_condition_type", "token_replace"),
+)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
+        "AuraFlowTransformer2DModel": replace(
+            SD3,
+            attention=("joint_transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
+            cuts=(replace(JOINT, module="joint_transformer_blocks.0"),),
+            refused=(("attention_kwargs", KWARGS),),
+            last_stream_attends_alone=False,
+        ),
+        "ChromaTransformer2DModel": replace(
+            FLUX, refused=(*FLUX.refused, ("attention_mask", "a mask of text and image in one"))
+        ),
         "CogVideoXTransformer3DModel": replace(
             PIXART,
             cuts=(Cut("", ((TEXT,), ("image_rotary_emb",)), kept=TEXT), JOINT),
@@ -79,8 +130,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 ("kv_cache_mode", "keys of reference images, which are kept whole"),
             ),
         ),
+        "HunyuanImageTransformer2DModel": replace(
+            HUNYUAN,
+            text_masks=(
+                ("encoder_attention_mask", TEXT),
+                ("encoder_attention_mask_2", f"{TEXT}_2"),
+            ),
+        ),
+        "HunyuanVideoTransformer3DModel": HUNYUAN,
         "LTXVideoTransformer3DModel": replace(
-            PIXART, cuts=(IMAGE, Cut("transformer_blocks.*", (("image_rotary_emb",),)))
+            PIXART,
+            cuts=(
+                Cut("", (("timestep",),), dim=1, may_be_absent=True),
+                IMAGE,
+                Cut("transformer_blocks.*", (("image_rotary_emb",),)),
+            ),
         ),
         "PixArtTransformer2DModel": PIXART,
         "QwenImageTransformer2DModel": Family(
@@ -93,13 +157,27 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             gathered="proj_out",
             refused=(("controlnet_block_samples", CONTROL), ("attention_kwargs", KWARGS)),
         ),
-        "WanTransformer3DModel": Family(
-            attention=("blocks.*.attn1",),
+        "SD3Transformer2DModel": SD3,
+        "WanTransformer3DModel": WAN,
+        "WanVACETransformer3DModel": replace(
+            WAN,
+            attention=("blocks.*.attn1", "vace_blocks.*.attn1"),
             cuts=(
-                Cut("blocks.0", (("hidden_states",),)),
-                Cut("blocks.*", (("rotary_emb",),), dim=1),
+                *WAN.cuts[1:],
+                Cut("vace_blocks.*", (("hidden_states",),)),
+                Cut("vace_blocks.0", (("control_hidden_states",),)),
+                Cut("vace_blocks.*", (("rotary_emb",),), dim=1),
             ),
-            gathered="proj_out",
+        ),
+        "ZImageTransformer2DModel": Family(
+            attention=("layers.*.attention",),
+            cuts=(Cut("layers.0", (("x",),)), Cut("layers.*", (("freqs_cis",),))),
+            gathered="all_final_layer.*",
+            refused=(
+                ("controlnet_block_samples", CONTROL),
+                ("siglip_feats", "features of images beside the text"),
+                ("image_noise_mask", "a noise level for each token"),
+            ),
         ),
     }
 )

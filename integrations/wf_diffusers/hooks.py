@@ -32,31 +32,32 @@ class TransformerHooks:
         self.family, self.handle, self.sp = family, handle, handle.sp
         self.attention = Attention(handle.sp)
         self._layout: Layout = ()
-        modules = [module for path in family.attention for module in find_modules(model, path)]
-        self._num_attention = len(modules)
-        for module in modules:
-            take_over(module, self.attention, handle)
+        for path in family.attention:
+            for module in find_modules(model, path):
+                take_over(module, self.attention, handle)
         self._register(model)
 
     def _register(self, model: nn.Module) -> None:
         modules = ((m, cut) for cut in self.family.cuts for m in find_modules(model, cut.module))
-        gathered = model.get_submodule(self.family.gathered)
+        gathered = find_modules(model, self.family.gathered)
         self.handle.hooks(
             model.register_forward_pre_hook(self._before_model, with_kwargs=True),
             *(self._register_cut(module, cut) for module, cut in modules),
-            gathered.register_forward_hook(self._gather),
-            model.register_forward_hook(self._check_calls),
+            *(module.register_forward_hook(self._gather) for module in gathered),
         )
 
-    def _before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
-        """Check the arguments of a call of the model: supported, and the same on every rank."""
+    def _before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+        """Check the arguments of a call of the model (supported, and the same on every rank), and
+        take the padding off its text."""
         arguments = by_name(parameter_names(model), args, kwargs)
-        self.attention.calls = 0
-        if self.sp.size == 1:
-            return
-        _refuse(model, arguments, self.family.refused)
-        with self.handle.advising():
-            self.sp.check_same(arguments)
+        self._layout = ()
+        if self.sp.size > 1:
+            _refuse(model, arguments, self.family)
+            with self.handle.advising():
+                self.sp.check_same(arguments)
+        for mask, text in self.family.text_masks:
+            _take_off_padding(arguments, mask, text)
+        return (), arguments
 
     def _register_cut(self, module: nn.Module, cut: Cut) -> Any:
         """Register a hook that cuts arguments of `module`; return the hook's torch handle."""
@@ -64,7 +65,8 @@ class TransformerHooks:
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
             arguments = by_name(names, args, kwargs)
-            if _get_argument(arguments, cut.streams[-1][0]) is None:
+            value = _get_argument(arguments, cut.streams[-1][0])
+            if value is None or (cut.may_be_absent and _is_for_all_tokens(value, cut.dim)):
                 return None
             layouts = [self._layout] if cut.reuses_layout else self._layouts(cut, arguments)
             for stream, layout in zip(cut.streams, layouts, strict=True):
@@ -81,27 +83,51 @@ class TransformerHooks:
         """Return the layout of each stream."""
         first = [tree_leaves(_get_argument(arguments, stream[0]))[0] for stream in cut.streams]
         lengths = [tensor.shape[cut.dim] for tensor in first]
-        layouts = stream_layouts(self.sp, lengths)
+        if cut.joint_mask:
+            lengths.insert(0, arguments[cut.joint_mask].shape[-1] - lengths[0])
+            arguments[cut.joint_mask] = None
+        layouts = stream_layouts(self.sp, lengths, self.family.last_stream_attends_alone)
         if not self.family.allows_empty_stream and any(() in layout for layout in layouts):
             raise ValueError(
                 f"streams of {lengths} tokens are too short for {self.sp.size} ranks: a rank would "
-                "have no tokens of a stream, which this model does not support; pad the text, or "
-                "use fewer ranks"
+                "have no tokens of a stream, which this model does not support; give a longer "
+                "text, or use fewer ranks"
             )
-        return layouts
+        return layouts[-len(cut.streams) :]
 
     def _gather(self, _: nn.Module, __: Any, rows: Tensor) -> Tensor:
+        if not self._layout:
+            raise NotImplementedError(
+                "the first block of the model did not run in this call, where its tokens are cut: "
+                "do not skip it"
+            )
         return gather_rows(self.sp, self._layout, 1, rows)
 
-    def _check_calls(self, model: nn.Module, *_: Any) -> None:
-        """Refuse a forward in which an attention module did not call our attention."""
-        if self.attention.calls != self._num_attention:
-            raise NotImplementedError(
-                f"{self.attention.calls} of the {self._num_attention} attention modules of "
-                f"{type(model).__name__} called WallFacer's attention: processors or backends were "
-                "changed after wf_diffusers.attach, and every rank would attend to its own tokens "
-                "only. Set them before, and attach again"
-            )
+
+def _is_for_all_tokens(value: Any, dim: int) -> bool:
+    """Whether a value is no tensor with a row for each token in `dim`."""
+    return not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] == 1
+
+
+def _take_off_padding(arguments: Arguments, mask_name: str, text_name: str) -> None:
+    """Shorten a text (b, n, ...) and its mask (b, n) to the tokens that are not padding.
+
+    No token attends to the padding, and nothing reads its rows, so the sample stays the same.
+
+    Raises:
+        NotImplementedError: unless all samples have the same number of tokens, before padding.
+    """
+    mask, text = arguments.get(mask_name), arguments.get(text_name)
+    if mask is None or text is None:
+        return
+    length = int(mask[0].count_nonzero())
+    if not mask[:, :length].all() or mask[:, length:].any():
+        raise NotImplementedError(
+            f"{mask_name} has {mask.count_nonzero(1).tolist()} tokens of text in the samples: "
+            "they must be as many in each, followed by padding. Give a batch of samples whose "
+            "texts are equally long, or one sample in each call"
+        )
+    arguments[mask_name], arguments[text_name] = mask[:, :length], text[:, :length]
 
 
 def _get_argument(arguments: Arguments, path: str) -> Any:
@@ -121,21 +147,23 @@ def _set_argument(arguments: Arguments, path: str, value: Any) -> None:
         arguments[name] = value
 
 
-def _refuse(model: nn.Module, arguments: Arguments, refused: tuple[tuple[str, str], ...]) -> None:
+def _refuse(model: nn.Module, arguments: Arguments, family: Family) -> None:
     """Refuse a call of which a rank cannot compute its part.
-
-    Args:
-        refused: (name, description) of arguments that must be None.
 
     Raises:
         NotImplementedError: names the argument or setting.
     """
     name = type(model).__name__
-    for key, description in refused:
-        if arguments.get(key) is not None:
+    key, value = family.refused_config
+    if key and getattr(model.config, key, None) == value:
+        raise NotImplementedError(f"{name} has {key}={value!r}, which is not supported")
+    for key, description in family.refused:
+        value = arguments.get(key)
+        if value is not None and not (isinstance(value, dict) and value.keys() <= {"scale"}):
             raise NotImplementedError(f"{name} was called with {key}: {description}")
+    cuts_timestep = any(("timestep",) in cut.streams for cut in family.cuts)
     timestep = arguments.get("timestep")
-    if isinstance(timestep, Tensor) and timestep.dim() > 1:
+    if isinstance(timestep, Tensor) and timestep.dim() > 1 and not cuts_timestep:
         raise NotImplementedError(
             f"{name} was called with a timestep {tuple(timestep.shape)}: timesteps of tokens would "
             "have to be cut; give one timestep for each sample"
@@ -148,7 +176,9 @@ def _refuse(model: nn.Module, arguments: Arguments, refused: tuple[tuple[str, st
         )
 
 
-def stream_layouts(sp: SequenceParallel, lengths: Sequence[int]) -> list[Layout]:
+def stream_layouts(
+    sp: SequenceParallel, lengths: Sequence[int], last_attends_alone: bool = False
+) -> list[Layout]:
     """Return the layout of each stream: the rows of every rank, counted inside the stream.
 
     Ranks 0 to r together get c tokens. With n1 tokens of text and n2 of an image, these are
@@ -156,17 +186,27 @@ def stream_layouts(sp: SequenceParallel, lengths: Sequence[int]) -> list[Layout]
 
     Args:
         lengths: tokens of each stream; one stream or two.
+        last_attends_alone: the image gets the shards that it has without the text, and the rest
+            are tokens of the text.
 
     Raises:
         ValueError: if there are too few tokens, or the layout follows from documents.
     """
     total = sum(lengths)
-    shard_sizes = map(size, make_layout(sp.config.layout, sp.size, total))
-    stops = list(accumulate(shard_sizes, initial=0))
-    first_stops = [stop * lengths[0] // total for stop in stops]
-    second_stops = [stop - first for stop, first in zip(stops, first_stops, strict=True)]
+    stops = _stops(sp, total)
+    if last_attends_alone:
+        second_stops = _stops(sp, lengths[-1])
+        first_stops = [stop - second for stop, second in zip(stops, second_stops, strict=True)]
+    else:
+        first_stops = [stop * lengths[0] // total for stop in stops]
+        second_stops = [stop - first for stop, first in zip(stops, first_stops, strict=True)]
     layouts = [_layout_between(first_stops), _layout_between(second_stops)]
     return layouts[: len(lengths)]
+
+
+def _stops(sp: SequenceParallel, length: int) -> list[int]:
+    """Return 0, and how many of `length` tokens ranks 0 to r have together, for each r."""
+    return list(accumulate(map(size, make_layout(sp.config.layout, sp.size, length)), initial=0))
 
 
 def _layout_between(bounds: Sequence[int]) -> Layout:

@@ -1,0 +1,150 @@
+"""Calls of transformers of diffusers that are refused, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+pytest.importorskip(
+    "diffusers.models.attention_dispatch", reason="diffusers before 0.35 has no attention registry"
+)
+
+import wf_diffusers  # noqa: E402
+from tests.helpers import run_threads  # noqa: E402
+from tests.integrations.diffusers_models import build  # noqa: E402
+from tests.integrations.transformers_models import sequence_parallel  # noqa: E402
+from wf_backends.comm import World  # noqa: E402
+from wf_diffusers.attention import Attention  # noqa: E402
+
+ModelAndKwargs = tuple[Any, dict[str, Any]]
+
+
+def one_rank() -> Any:
+    return sequence_parallel(World(1).comm(0))
+
+
+def attention_modules(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "processor")]
+
+
+def assert_call_is_refused(
+    models: list[ModelAndKwargs], error: type[Exception], message: str
+) -> list[Exception]:
+    """The call of each rank's model, attached, raises; the errors by rank."""
+
+    def run_rank(comm: Any) -> Exception:
+        model, kwargs = models[comm.rank]
+        with wf_diffusers.attach(model, sequence_parallel(comm)):
+            with pytest.raises(error, match=message) as raised:
+                model(**kwargs)
+        return raised.value
+
+    return run_threads(len(models), run_rank)
+
+
+def test_text_shorter_than_the_number_of_ranks_is_refused() -> None:
+    models = [build("qwen_image", text=1) for _ in range(2)]
+    message = r"streams of \[1, 16\] tokens are too short for 2 ranks"
+    assert_call_is_refused(models, ValueError, message)
+
+
+@pytest.mark.parametrize(
+    ("family", "argument", "message"),
+    [
+        ("flux", {"controlnet_block_samples": [torch.ones(1)]}, "residuals of a ControlNet"),
+        ("flux", {"joint_attention_kwargs": {"ip_adapter_masks": 1}}, "an IP-Adapter"),
+        ("sd3", {"timestep": torch.ones(2, 9)}, r"a timestep \(2, 9\)"),
+        ("sd3", {"skip_layers": [0]}, "the first block of the model did not run"),
+        ("chroma", {"attention_mask": torch.ones(2, 21)}, "a mask of text and image in one"),
+        (
+            "hunyuan_video",
+            {"encoder_attention_mask": torch.ones(2, 7).tril(5)},
+            r"encoder_attention_mask has \[6, 7\] tokens of text in the samples",
+        ),
+        (
+            "hunyuan_video",
+            {"encoder_attention_mask": torch.ones(2, 7).triu(1)},
+            "must be as many in each, followed by padding",
+        ),
+    ],
+    ids=[
+        "ControlNet",
+        "IP-Adapter",
+        "timesteps by token",
+        "skipped block",
+        "joint mask",
+        "texts of two lengths",
+        "padding before the text",
+    ],
+)
+def test_an_argument_that_cannot_be_sharded_is_refused(
+    family: str, argument: dict[str, Any], message: str
+) -> None:
+    models = []
+    for _ in range(2):
+        model, kwargs = build(family)
+        models.append((model, kwargs | argument))
+    assert_call_is_refused(models, NotImplementedError, message)
+
+
+def test_a_model_that_replaces_tokens_of_the_first_frame_is_refused() -> None:
+    """HunyuanVideo's image to video: a block would take the first tokens of a rank for them."""
+    models = [build("hunyuan_video", image_condition_type="token_replace") for _ in range(2)]
+    assert_call_is_refused(models, NotImplementedError, "image_condition_type='token_replace'")
+
+
+def test_dropout_in_training_is_refused() -> None:
+    models = [build("dit") for _ in range(2)]
+    for model, _ in models:
+        model.train().transformer_blocks[0].attn1.to_out[1].p = 0.5
+    assert_call_is_refused(models, NotImplementedError, "has dropout")
+
+
+def test_noise_that_differs_between_ranks_is_refused_with_advice() -> None:
+    models = [build("wan") for _ in range(2)]
+    for rank, (_, kwargs) in enumerate(models):
+        kwargs["hidden_states"] = kwargs["hidden_states"] + rank
+    for error in assert_call_is_refused(models, ValueError, "hidden_states"):
+        assert "draw the same noise" in error.__notes__[0]
+
+
+def test_a_model_of_an_unknown_class_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="Linear is none of the models .* Flux"):
+        wf_diffusers.attach(torch.nn.Linear(2, 2), one_rank())
+
+
+class PassThroughProcessor:
+    """A processor that does not look up attention in diffusers' registry."""
+
+    def __call__(self, _: Any, rows: Any, text: Any = None, *args: Any) -> Any:
+        return rows if text is None else (rows, text)
+
+
+def test_processors_that_bypass_the_attention_registry_are_refused() -> None:
+    def run_rank(comm: Any) -> None:
+        model, kwargs = models[comm.rank]
+        with wf_diffusers.attach(model, sequence_parallel(comm)):
+            for module in attention_modules(model):
+                module.set_processor(PassThroughProcessor())
+            with pytest.raises(NotImplementedError, match="FluxAttention did not call WallFacer's"):
+                model(**kwargs)
+
+    models = [build("flux") for _ in range(2)]
+    run_threads(2, run_rank)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"attn_mask": torch.ones(1, 2)}, "an attention mask"),
+        ({"is_causal": True}, "causal attention"),
+    ],
+    ids=["mask", "causal"],
+)
+def test_masks_are_refused(argument: dict[str, Any], message: str) -> None:
+    q, k, v = (torch.ones(1, 2, 1, 8) for _ in range(3))
+    with pytest.raises(NotImplementedError, match=message):
+        Attention(one_rank())(q, k, v, **argument)
