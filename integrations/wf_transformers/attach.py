@@ -29,7 +29,8 @@ from wf_transformers.calls import (
     tokens_of,
 )
 from wf_transformers.families.experts import RouterLoss, has_router_loss
-from wf_transformers.families.media import hook_media, language_model, media_of
+from wf_transformers.families.media import language_model, media_of
+from wf_transformers.families.media_features import hook_media
 from wf_transformers.families.mixing import mixers_in, refuse_unspreadable, spread_mixers
 from wf_transformers.families.stacks import (
     cut_stacks,
@@ -188,7 +189,7 @@ def _check_calls(model: PreTrainedModel, handle: Handle) -> None:
             split = {key: value for key, value in arguments.items() if key not in unsplit}
             refuse_call(model, split, names, attention.logits_are_whole)
             if media_of(model) is None:
-                refuse_media(model, split)
+                refuse_media(model, split if has_stacks else arguments)
             if cut_inside:
                 refuse_partial_states(model, arguments)
             tokens = tokens_of(split)

@@ -48,7 +48,40 @@ def llava() -> Any:
     return tf.LlavaForConditionalGeneration(config)
 
 
-MODELS = {"qwen2_vl": qwen2_vl, "qwen2_5_vl": qwen2_5_vl, "llava": llava}
+def pixtral() -> Any:
+    """LLaVA with an encoder of images of different sizes."""
+    config = tf.LlavaConfig(
+        text_config=tf.MistralConfig(**SMALL, **HEADS),
+        vision_config=tf.PixtralVisionConfig(**CLIP, hidden_size=16, intermediate_size=24),
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        image_token_index=IMAGE,
+    )
+    return tf.LlavaForConditionalGeneration(config)
+
+
+MODELS = {"qwen2_vl": qwen2_vl, "qwen2_5_vl": qwen2_5_vl, "llava": llava, "pixtral": pixtral}
+
+
+def qwen3_vl() -> Any:
+    """Its encoder gives features to several layers of the language model."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    vision = {**PATCHES, "depth": 2, "hidden_size": 16, "intermediate_size": 24}
+    config = tf.Qwen3VLConfig(
+        text_config={**SMALL, **HEADS, "head_dim": 8, "rope_parameters": rope},
+        vision_config={
+            **vision,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        **TOKENS,
+    )
+    return tf.Qwen3VLForConditionalGeneration(config)
+
+
+if hasattr(tf, "Qwen3VLConfig"):  # transformers 5
+    MODELS["qwen3_vl"] = qwen3_vl
 
 
 def build(family: str) -> Any:
@@ -63,7 +96,9 @@ def build(family: str) -> Any:
 
 def media_batch(family: str, video: bool = False) -> dict[str, Any]:
     """Two samples, of 3 and 1 images; with a video, too, if the family takes any."""
-    return llava_batch() if family == "llava" else qwen_batch(video=video)
+    if family == "qwen3_vl":  # frames of its videos have timestamps between them
+        return qwen_batch()
+    return BATCHES[family]() if family in BATCHES else qwen_batch(video=video)
 
 
 def qwen_batch(image_counts: tuple[int, ...] = (3, 1), video: bool = False) -> dict[str, Any]:
@@ -109,6 +144,17 @@ def llava_batch(image_counts: tuple[int, ...] = (3, 1)) -> dict[str, Any]:
         for number, count in enumerate(image_counts)
     ]
     return {"pixel_values": random_normal(sum(image_counts), 3, 8, 8)} | padded(samples)
+
+
+def pixtral_batch() -> dict[str, Any]:
+    """Two samples, of 3 and 1 images, with 2, 1, 4 and 1 tokens: as many as 4 images of 2."""
+    sizes = [(4, 8), (4, 4), (8, 8), (4, 4)]
+    samples = [[3, *[IMAGE] * 2, 7, IMAGE, 8, *[IMAGE] * 4], [4, IMAGE]]
+    media = {"pixel_values": random_normal(4, 3, 8, 8), "image_sizes": torch.tensor(sizes)}
+    return media | padded(samples)
+
+
+BATCHES = {"llava": llava_batch, "pixtral": pixtral_batch}
 
 
 def padded(samples: list[list[int]]) -> dict[str, Any]:

@@ -16,10 +16,13 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+import transformers as tf  # noqa: E402
+
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.families import copy_and_spoil  # noqa: E402
 from tests.integrations.media_models import (  # noqa: E402
+    CLIP,
     GRIDS,
     IMAGE,
     MODELS,
@@ -39,6 +42,9 @@ from tests.integrations.results import (  # noqa: E402
     with_token_loss,
 )
 from tests.integrations.transformers_models import (  # noqa: E402
+    BUILD_LOCK,
+    HEADS,
+    SMALL,
     sequence_parallel,
     stay_in_float64,
 )
@@ -135,7 +141,7 @@ def test_the_number_of_labels_divides_the_loss_of_a_whole_batch_as_on_one_device
 
 
 @pytest.mark.parametrize(("layout", "count"), [("zigzag", 3), ("contiguous", 1)])
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "llava"])
 def test_images_of_a_rank_are_not_compared_as_if_they_were_rows_of_its_tokens(
     family: str, layout: str, count: int
 ) -> None:
@@ -266,5 +272,28 @@ def test_remove_lets_the_model_take_whole_media() -> None:
         wf_transformers.attach_model(model, sequence_parallel(comm)).remove()
         inputs = without_labels(llava_batch())
         assert model(**inputs).logits.shape[:2] == inputs["input_ids"].shape
+
+    run_threads(2, rank)
+
+
+@pytest.mark.skipif(not hasattr(tf, "AttentionMaskInterface"), reason="4.51 refuses it as a whole")
+def test_pixels_of_another_model_are_refused_by_name_also_if_a_rank_has_as_many_tokens() -> None:
+    """PaliGemma, whose image has 4 patches; each of 2 ranks has 4 tokens of whole batches."""
+    vision = tf.SiglipVisionConfig(**{**CLIP, "hidden_size": 16}, intermediate_size=24)
+    config = tf.PaliGemmaConfig(
+        text_config={"model_type": "gemma", **SMALL, **HEADS, "head_dim": 8},
+        vision_config=vision.to_dict() | {"projection_dim": 32},
+        image_token_index=IMAGE,
+        projection_dim=32,
+    )
+    ids = torch.tensor([[IMAGE] * 4 + [3, 4, 5, 6]])
+    inputs = {"input_ids": ids, "pixel_values": torch.ones(1, 3, 8, 8), "token_type_ids": ids * 0}
+
+    def rank(comm: Any) -> None:
+        with BUILD_LOCK:
+            model = tf.PaliGemmaForConditionalGeneration(config)
+        WholeBatchHooks(model, wf_transformers.attach_model(model, sequence_parallel(comm)))
+        with pytest.raises(NotImplementedError, match="was called with pixel_values beside tokens"):
+            model(**inputs)
 
     run_threads(2, rank)

@@ -104,6 +104,17 @@ def test_a_models_own_mask_functions_are_refused() -> None:
         mask_function(attention_mask=None, use_vmap=True)
 
 
+def test_a_prefix_that_sees_all_of_itself_is_refused() -> None:
+    """As PaliGemma and Gemma 3 of transformers 5 make one of `token_type_ids`."""
+    masks = pytest.importorskip("transformers.masking_utils", reason="needs transformers 5")
+    if not hasattr(masks, "blockwise_overlay"):
+        pytest.skip("needs transformers 5")
+    prefix = masks.blockwise_overlay(torch.tensor([[0, 0, -1, -1]]))
+    shown = masks.or_masks(masks.causal_mask_function, prefix)
+    with pytest.raises(NotImplementedError, match="block_sequence_ids"):
+        mask_function(attention_mask=None, mask_function=shown)
+
+
 def test_each_layer_has_the_window_of_its_config(sp: SequenceParallel) -> None:
     """Qwen2 with a window from its second layer on."""
     changes = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}

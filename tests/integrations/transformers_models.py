@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers as tf
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.models.bert import modeling_bert
 
 import wf_transformers
@@ -148,3 +149,9 @@ def stay_in_float64(monkeypatch: Any) -> None:
     monkeypatch.setattr(
         Tensor, "type", lambda x, *a, **k: x if narrows(x, *a, **k) else as_type(x, *a, **k)
     )
+    softmax = functional.softmax
+
+    def softmax_(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return softmax(x, *args, **(kwargs | {"dtype": None} if narrows(x, **kwargs) else kwargs))
+
+    monkeypatch.setattr(functional, "softmax", softmax_)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -90,16 +91,22 @@ def _mask_name_is_free(name: str) -> bool:
 
 
 def mask_function(
-    *, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any
+    *,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    mask_function: Callable[..., Any] | None = None,
+    **_: Any,
 ) -> Tensor | None:
     """Return the user's mask, for `MaskCheck`, instead of building one of (s, s) elements.
 
     Without this function transformers would drop the user's mask under a name that it does not
-    know.
+    know. Refused are masks that show a row more than its own rule: PaliGemma's prefix, for one.
     """
-    if use_vmap:
+    shows_more = getattr(mask_function, "__qualname__", "").startswith("or_masks.")
+    if use_vmap or shows_more:
         raise NotImplementedError(
-            "this model adds mask functions of its own (or_mask_function, and_mask_function), "
-            "which WallFacer cannot honour"
+            "this model adds mask functions of its own (or_mask_function, and_mask_function, "
+            "block_sequence_ids, as from token_type_ids of an image or a prefix), which WallFacer "
+            "cannot honour"
         )
     return attention_mask

@@ -11,9 +11,8 @@ Shapes: b batch, S tokens, s tokens of this rank, n features.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -22,10 +21,6 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel
-from wf_transformers.attention.documents import MASK_ARGUMENTS
-from wf_transformers.attention.function import Attention
-from wf_transformers.calls import by_name, parameter_names, refuse_call
-from wf_transformers.handle import Handle
 from wf_transformers.models import outermost, row_of
 
 FEATURE_ROWS = "media_rows"
@@ -49,6 +44,9 @@ class Modality:
     grid: str | None = None
     """The argument (media, 3) with the number of patches in time, height and width. None: every
     medium is one row of pixels, and all have the same number of tokens."""
+    sizes: str | None = None
+    """Without `grid`: the argument (media, 2) with height and width in pixels, for encoders that
+    give each patch inside them a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +63,16 @@ class Media:
 IMAGES = Modality("pixel_values", "image_token_id", "get_image_features", "image_grid_thw")
 VIDEOS = Modality("pixel_values_videos", "video_token_id", "get_video_features", "video_grid_thw")
 QWEN = Media((IMAGES, VIDEOS), ("visual",), rope=True)
-PICTURES = Modality("pixel_values", "image_token_index", "get_image_features")
+PICTURES = Modality("pixel_values", "image_token_index", "get_image_features", sizes="image_sizes")
 LLAVA = Media((PICTURES,), ("vision_tower", "multi_modal_projector"))
 TABLE: Mapping[str, Media] = MappingProxyType(
     {
         "Qwen2VLForConditionalGeneration": QWEN,
         "Qwen2_5_VLForConditionalGeneration": QWEN,
+        "Qwen3VLForConditionalGeneration": QWEN,
+        "Qwen3VLMoeForConditionalGeneration": QWEN,
+        "Qwen3_5ForConditionalGeneration": QWEN,
+        "Qwen3_5MoeForConditionalGeneration": QWEN,
         "LlavaForConditionalGeneration": LLAVA,
     }
 )
@@ -91,10 +93,10 @@ def language_model(model: Any) -> PreTrainedModel:
     """The model that attends over the ranks: `model`, or the language model inside it."""
     if media_of(model) is None:
         return model
-    return getattr(_merging_model(model), "language_model", model)
+    return getattr(merging_model(model), "language_model", model)
 
 
-def _merging_model(model: Any) -> Any:
+def merging_model(model: Any) -> Any:
     """The model that merges features into embeddings: in transformers 5 the inner model."""
     return getattr(model, "model", model)
 
@@ -105,10 +107,11 @@ def shard_media(
     """This rank's part of a batch with images or videos that every rank has.
 
     Args:
-        model: Qwen2-VL, Qwen2.5-VL or LLaVA, the model passed to `attach`.
+        model: one of the table, such as Qwen2.5-VL or LLaVA, the model passed to `attach`.
         batch: "input_ids" (b, S), other keys of `sp.shard_batch`, and those of the model's
-            processor: "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw",
-            "second_per_grid_ts"; "position_ids" are (3, b, S) in models with such positions.
+            processor: "pixel_values", "image_sizes", "image_grid_thw", "pixel_values_videos",
+            "video_grid_thw", "second_per_grid_ts"; "position_ids" are (3, b, S) in models with
+            such positions.
 
     Returns:
         A batch for `forward_kwargs`.
@@ -147,7 +150,8 @@ def shard_media(
 
 
 def _media_keys(row: Media) -> list[str]:
-    return [key for x in row.modalities for key in (x.values, x.grid) if key is not None]
+    keys = ((x.values, x.grid, x.sizes) for x in row.modalities)
+    return [key for of_modality in keys for key in of_modality if key is not None]
 
 
 def media_arguments(model: nn.Module) -> list[str]:
@@ -163,8 +167,8 @@ def _rope_positions(model: Any, batch: Mapping[str, Any]) -> Tensor:
     if positions is None and batch.get("cu_seqlens") is not None:
         raise ValueError("packed documents with media: give position_ids (3, b, S) that restart")
     if positions is None:
-        owner = model if hasattr(model, "get_rope_index") else _merging_model(model)
-        arguments = {TYPES: _token_types(model, batch["input_ids"]), **batch}
+        owner = model if hasattr(model, "get_rope_index") else merging_model(model)
+        arguments = {**batch, TYPES: _token_types(model, batch)}
         names = inspect.signature(owner.get_rope_index).parameters
         return owner.get_rope_index(**{key: arguments[key] for key in names if key in arguments})[0]
     if positions.dim() != 3 or len(positions) != 3:
@@ -172,10 +176,15 @@ def _rope_positions(model: Any, batch: Mapping[str, Any]) -> Tensor:
     return positions
 
 
-def _token_types(model: Any, ids: Tensor) -> Tensor:
-    """(b, S): 0 for text, 1 for an image, 2 for a video, as from processors of transformers 5."""
-    image, video = ids == model.config.image_token_id, ids == model.config.video_token_id
-    return image.int() + 2 * video.int()
+def _token_types(model: Any, batch: Mapping[str, Any]) -> Tensor:
+    """(b, S): 0 for text, 1 for an image, 2 for a video, as from processors of transformers 5.
+    Without pixels a medium's token is text."""
+    ids = batch["input_ids"]
+    types = torch.zeros_like(ids, dtype=torch.int32)
+    for number, modality in enumerate(QWEN.modalities, start=1):
+        if batch.get(modality.values) is not None:
+            types += number * (ids == getattr(model.config, modality.token)).int()
+    return types
 
 
 def _number_tokens(is_feature: Tensor) -> Tensor:
@@ -203,8 +212,9 @@ def _media_of_rank(
     values, is_encoded = media[modality.values], torch.isin(medium_of_feature, encoded)
     pixel_rows = torch.isin(_medium_of_rows(patches), encoded).to(values.device)
     arguments = {modality.values: values[pixel_rows]}
-    if modality.grid is not None:
-        arguments[modality.grid] = media[modality.grid][encoded]
+    for key in (modality.grid, modality.sizes):
+        if key is not None and key in media:
+            arguments[key] = media[key][encoded.to(media[key].device)]
     return arguments, (is_encoded.cumsum(0)[features_of_rank] - 1).to(values.device)
 
 
@@ -221,7 +231,11 @@ def _sizes(
     Raises:
         ValueError: if `tokens`, which stand for features, are more or fewer than these.
     """
-    if modality.grid is None:
+    if modality.sizes is not None and modality.sizes in media:
+        patch = model.config.vision_config.patch_size
+        features = (media[modality.sizes] // patch).prod(dim=1).tolist()
+        patches = [1] * len(features)
+    elif modality.grid is None:
         count = len(media[modality.values])
         patches, features = [1] * count, [tokens // count] * count
     else:
@@ -234,66 +248,3 @@ def _sizes(
             f"input_ids have {tokens} tokens of {modality.token}"
         )
     return patches, features
-
-
-def hook_media(model: nn.Module, handle: Handle) -> None:
-    """Make a model of the table merge the features that `shard_media` selected."""
-    row = media_of(model)
-    if row is None:
-        return
-    selection, inner = _FeatureSelection(model, row, handle.attention), _merging_model(model)
-    handle.hooks(model.register_forward_pre_hook(selection.enter, prepend=True, with_kwargs=True))
-    methods = [x.features for x in row.modalities if hasattr(inner, x.features)]
-    for method in methods:
-        handle.set(inner, method, partial(selection.encode, getattr(inner, method)))
-    if not methods:
-        handle.hooks(model.get_submodule(row.modules[-1]).register_forward_hook(selection.leave))
-
-
-class _FeatureSelection:
-    """Hooks of a model that select the features of this rank's tokens."""
-
-    def __init__(self, model: nn.Module, row: Media, attention: Attention) -> None:
-        self.model, self.row, self.attention = model, row, attention
-        self.names = parameter_names(model)
-        self.pending: list[Tensor] = []
-        """Feature indices of the modalities that the running call has not encoded yet."""
-
-    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take the indices from `shard_media`, and refuse media that it did not cut."""
-        self.pending[:] = kwargs.pop(FEATURE_ROWS, ())
-        positions = kwargs.get("position_ids")
-        if self.row.rope and isinstance(positions, Tensor) and positions.dim() == 2:  # only text
-            kwargs["position_ids"] = positions.expand(3, *positions.shape)
-        if self.attention.sp.size > 1:
-            arguments = by_name(self.names, args, kwargs)
-            refuse_call(self.model, arguments, self.names, self.attention.logits_are_whole)
-            media = [x.values for x in self.row.modalities if arguments.get(x.values) is not None]
-            if len(media) != len(self.pending):
-                raise ValueError(
-                    f"{type(self.model).__name__} was called with whole {', '.join(media)}: cut "
-                    "the batch by wf_transformers.shard_media(model, sp, batch), which gives a "
-                    "rank those of its tokens"
-                )
-        return args, kwargs
-
-    def encode(self, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the model's method, and keep the features of this rank's tokens.
-
-        It gets no borders of documents: these are of tokens, not of patches.
-        """
-        features = encode(*args, **{k: v for k, v in kwargs.items() if k not in MASK_ARGUMENTS})
-        if not self.pending:
-            return features
-        if isinstance(features, Tensor):
-            return self._select(features)
-        features.pooler_output = (self._select(torch.cat(list(features.pooler_output))),)
-        return features
-
-    def leave(self, _: nn.Module, __: Any, features: Tensor) -> Tensor:
-        """After an encoder module: keep the features of this rank's tokens."""
-        return self._select(features) if self.pending else features
-
-    def _select(self, features: Tensor) -> Tensor:
-        """(n, width) or (media, n, width) -> (features of this rank's tokens, width)."""
-        return features.flatten(0, -2)[self.pending.pop(0)]

@@ -1,0 +1,86 @@
+"""Makes a model of the table in media.py merge the features of this rank's tokens alone.
+
+Shapes: n features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wf_transformers.attention.documents import MASK_ARGUMENTS
+from wf_transformers.attention.function import Attention
+from wf_transformers.calls import by_name, parameter_names, refuse_call
+from wf_transformers.families.media import FEATURE_ROWS, Media, media_of, merging_model
+from wf_transformers.handle import Handle
+
+
+def hook_media(model: nn.Module, handle: Handle) -> None:
+    """Make a model of the table merge the features that `shard_media` selected."""
+    row = media_of(model)
+    if row is None:
+        return
+    selection, inner = _FeatureSelection(model, row, handle.attention), merging_model(model)
+    handle.hooks(model.register_forward_pre_hook(selection.enter, prepend=True, with_kwargs=True))
+    methods = [x.features for x in row.modalities if hasattr(inner, x.features)]
+    for method in methods:
+        handle.set(inner, method, partial(selection.encode, getattr(inner, method)))
+    if not methods:
+        handle.hooks(model.get_submodule(row.modules[-1]).register_forward_hook(selection.leave))
+
+
+class _FeatureSelection:
+    """Hooks of a model that select the features of this rank's tokens."""
+
+    def __init__(self, model: nn.Module, row: Media, attention: Attention) -> None:
+        self.model, self.row, self.attention = model, row, attention
+        self.names = parameter_names(model)
+        self.pending: list[Tensor] = []
+        """Feature indices of the modalities that the running call has not encoded yet."""
+
+    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take the indices from `shard_media`, and refuse media that it did not cut."""
+        self.pending[:] = kwargs.pop(FEATURE_ROWS, ())
+        positions = kwargs.get("position_ids")
+        if self.row.rope and isinstance(positions, Tensor) and positions.dim() == 2:  # only text
+            kwargs["position_ids"] = positions.expand(3, *positions.shape)
+        if self.attention.sp.size > 1:
+            arguments = by_name(self.names, args, kwargs)
+            refuse_call(self.model, arguments, self.names, self.attention.logits_are_whole)
+            media = [x.values for x in self.row.modalities if arguments.get(x.values) is not None]
+            if len(media) != len(self.pending):
+                raise ValueError(
+                    f"{type(self.model).__name__} was called with whole {', '.join(media)}: cut "
+                    "the batch by wf_transformers.shard_media(model, sp, batch), which gives a "
+                    "rank those of its tokens"
+                )
+        return args, kwargs
+
+    def encode(self, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the model's method, and keep the features of this rank's tokens.
+
+        It gets no borders of documents: these are of tokens, not of patches.
+        """
+        features = encode(*args, **{k: v for k, v in kwargs.items() if k not in MASK_ARGUMENTS})
+        if not self.pending:
+            return features
+        if isinstance(features, Tensor):
+            return self._select(features)
+        rows = self.pending.pop(0)
+        features.pooler_output = (torch.cat(list(features.pooler_output))[rows],)
+        deepstack = features.get("deepstack_features") or ()  # Qwen3-VL: of some encoder layers
+        if deepstack:
+            features.deepstack_features = [(torch.cat(list(x))[rows],) for x in deepstack]
+        return features
+
+    def leave(self, _: nn.Module, __: Any, features: Tensor) -> Tensor:
+        """After an encoder module: keep the features of this rank's tokens."""
+        return self._select(features) if self.pending else features
+
+    def _select(self, features: Tensor) -> Tensor:
+        """(n, width) or (media, n, width) -> (features of this rank's tokens, width)."""
+        return features.flatten(0, -2)[self.pending.pop(0)]
