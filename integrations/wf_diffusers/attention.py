@@ -80,7 +80,8 @@ def take_over(module: Any, attention: Attention, handle: Handle) -> None:
             raise NotImplementedError(
                 f"{type(module).__name__} did not call WallFacer's attention: processors or "
                 "backends were changed after wf_diffusers.attach, and every rank would attend to "
-                "its own tokens only. Set them before, and attach again"
+                "its own tokens only. Set them before, and attach again. Or a cache that skips "
+                "attention was enabled before attach: enable it after"
             )
         return out
 

@@ -23,6 +23,8 @@ from wf_transformers import Handle
 from wf_transformers.calls import by_name, parameter_names
 
 Arguments = dict[str, Any]
+CACHES_BY_VALUE = ("FBC", "SeaCache")
+"""How the hooks of diffusers' caches begin that compare the values of tokens."""
 
 
 class TransformerHooks:
@@ -168,6 +170,15 @@ def _refuse(model: nn.Module, arguments: Arguments, family: Family) -> None:
             f"{name} was called with a timestep {tuple(timestep.shape)}: timesteps of tokens would "
             "have to be cut; give one timestep for each sample"
         )
+    for path, module in model.named_modules():
+        registry = vars(module).get("_diffusers_hook")
+        hooks = [type(hook).__name__ for hook in registry.hooks.values()] if registry else []
+        if any(hook.startswith(CACHES_BY_VALUE) for hook in hooks):
+            raise NotImplementedError(
+                f"{name} has a cache ({', '.join(hooks)} of {path}) that skips blocks by the "
+                "values of tokens: a rank has only some of them, and ranks would skip different "
+                "blocks. Call disable_cache() first"
+            )
     dropout_rates = (m.p for m in model.modules() if isinstance(m, nn.Dropout))
     if model.training and any(rate > 0 for rate in dropout_rates):
         raise NotImplementedError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-pytest.importorskip("diffusers", reason="diffusers is not installed")
+diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 pytest.importorskip(
     "diffusers.models.attention_dispatch", reason="diffusers before 0.35 has no attention registry"
 )
@@ -154,6 +154,36 @@ def test_attention_under_autocast_is_in_its_dtype(
     for sample, dtypes in run_threads(2, run_rank):
         assert dtypes == {torch.bfloat16}
         assert (sample - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_a_cache_that_skips_attention_by_the_step_gives_the_samples_of_one_device() -> None:
+    """Every second step of Wan takes its attention from the step before."""
+
+    def samples_of(model: Any) -> list[Tensor]:
+        with torch.no_grad(), model.cache_context("denoising"):
+            steps = [kwargs | {"hidden_states": kwargs["hidden_states"] * x} for x in range(1, 5)]
+            return [model(**step).sample for step in steps]
+
+    def run_rank(comm: Any) -> list[Tensor]:
+        with wf_diffusers.attach(models[comm.rank], sequence_parallel(comm)):
+            models[comm.rank].enable_cache(config)
+            return samples_of(models[comm.rank])
+
+    config = diffusers.PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(-1, 1000),
+        spatial_attention_block_identifiers=("blocks",),
+        current_timestep_callback=lambda: 500,
+    )
+    models = [build("wan")[0] for _ in range(3)]
+    _, kwargs = build("wan")
+    uncached = samples_of(models[2])
+    models[2].enable_cache(config)
+    expected = samples_of(models[2])
+    assert not torch.allclose(expected[-1], uncached[-1])
+    for samples in run_threads(2, run_rank):
+        for sample, expected_sample in zip(samples, expected, strict=True):
+            assert_close(sample, expected_sample, "sample")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("diffusers", reason="diffusers is not installed")
+diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 pytest.importorskip(
     "diffusers.models.attention_dispatch", reason="diffusers before 0.35 has no attention registry"
 )
@@ -94,6 +94,14 @@ def test_a_model_that_replaces_tokens_of_the_first_frame_is_refused() -> None:
     """HunyuanVideo's image to video: a block would take the first tokens of a rank for them."""
     models = [build("hunyuan_video", image_condition_type="token_replace") for _ in range(2)]
     assert_call_is_refused(models, NotImplementedError, "image_condition_type='token_replace'")
+
+
+def test_a_cache_that_skips_blocks_by_the_values_of_tokens_is_refused() -> None:
+    """Ranks would skip different blocks, and wait for each other for ever."""
+    models = [build("flux") for _ in range(2)]
+    for model, _ in models:
+        model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=1.3))
+    assert_call_is_refused(models, NotImplementedError, "FBCHeadBlockHook of transformer_blocks.0")
 
 
 def test_dropout_in_training_is_refused() -> None:
