@@ -306,3 +306,8 @@ def test_a_classifier_with_as_many_classes_as_a_rank_has_tokens_is_compared() ->
         return tf.LlamaForSequenceClassification(config)
 
     assert verify_on_ranks(classifier, whole_batches=True)[0] is not None
+
+
+def test_a_masked_model_is_compared_on_the_first_tokens_of_several_long_samples() -> None:
+    """Its loss calls `view` on the labels, which does not take columns of a longer tensor."""
+    train_on_two_ranks(build("bert", "sdpa", {}), batch(2, 60))

@@ -204,7 +204,7 @@ def shorten(arguments: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any
         dims = (1,) if key == "inputs_embeds" else range(1, x.dim() if isinstance(x, Tensor) else 1)
         for dim in dims:
             x = x.narrow(dim, start, stop - start) if x.shape[dim] == seqlen else x
-        short[key] = x
+        short[key] = x.contiguous() if isinstance(x, Tensor) else x  # losses call `view` on labels
     short.pop("cu_seqlens", None)
     return _with_some_labels(short)
 
