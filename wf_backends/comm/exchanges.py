@@ -51,14 +51,14 @@ def sum_over_ranks(comm: Communicator, x: Tensor) -> Tensor:
     return gather_small(comm, x).sum(0)
 
 
-def gather_small(comm: Communicator, x: Tensor) -> Tensor:
-    """The small tensors x of all ranks, stacked by rank: (P, *x.shape). Bytes are not counted."""
+def gather_small(comm: Communicator, x: Tensor, label: str = "gather") -> Tensor:
+    """The small tensors x of all ranks, stacked by rank: (P, *x.shape). "gather" is not counted."""
     direct = comm.carries(x.device)  # preferred: a copy on the CPU would wait for x
     device = x.device if direct else comm.small_message_device(x)
     rows = x.new_empty((comm.size, *x.shape), device=device)
     rows[0] = x
     for sends, recvs in doubling(comm, rows):
-        comm.post("gather", sends, recvs).wait()
+        comm.post(label, sends, recvs).wait()
     return rows.flip(0).roll(comm.rank + 1, 0).to(x.device)
 
 

@@ -30,7 +30,7 @@ from wf_backends.lowering.program import (
     Step,
     parcels,
 )
-from wf_backends.lowering.tiles import Tile
+from wf_backends.lowering.tiles import Tile, tiles
 from wf_backends.lowering.ulysses_groups import UlyssesGroups
 
 __all__ = [
@@ -59,5 +59,6 @@ __all__ = [
     "parcels",
     "lower",
     "tile_area",
+    "tiles",
     "unevenness",
 ]

@@ -22,13 +22,7 @@ from wf_backends.comm import ConsistencyCheck, Pass, gather_small
 from wf_backends.kernels import Dropout, KernelSpec, Scores
 from wf_backends.parallel.planned_calls import PlannedCalls
 from wf_backends.parallel.softmax import Softmax, make_softmax, plain_softmax
-from wf_backends.runtime import (
-    Attention,
-    Call,
-    HeadGroup,
-    Learned,
-    UlyssesAttention,
-)
+from wf_backends.runtime import Attention, Call, HeadGroup, Learned, UlyssesAttention
 from wf_backends.schedule import Mask, make_mask
 
 INSTEAD_OF_TRANSFORMS = (

@@ -9,7 +9,7 @@ from wf_backends.runtime.attention import (
     fuse,
 )
 from wf_backends.runtime.autograd import first_order_only, move
-from wf_backends.runtime.learned import Learned
+from wf_backends.runtime.learned import Learned, with_sinks
 from wf_backends.runtime.messages import Messages
 from wf_backends.runtime.shards import dimension, gather_shards, positions, take_shard
 from wf_backends.runtime.surrogate_out import SurrogateOut
@@ -46,4 +46,5 @@ __all__ = [
     "positions",
     "take_shard",
     "tokens_for_heads",
+    "with_sinks",
 ]

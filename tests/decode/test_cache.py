@@ -1,0 +1,142 @@
+"""Attention of new tokens over a cache on several ranks, beside dense attention over all tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.dense import dense_attention
+from tests.helpers import run_threads
+from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.comm import Communicator
+from wf_backends.decode import KeyValueCache
+from wf_backends.schedule import Mask, make_mask
+
+PROMPT, HEADS, KV_HEADS, DIM, VALUE_DIM = 21, 4, 2, 8, 6
+CHUNKS = (1, 1, 3, 1, 2, 1, 1, 1, 1, 1)  # new tokens of each call
+TOTAL = PROMPT + sum(CHUNKS)
+TOLERANCE = 1e-10
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window_size": (6, -1)},
+    "softcap": {"softcap": 2.0, "softmax_scale": 0.7},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)},
+    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.2, 0.4, 0.8], dtype=torch.float64)},
+}
+
+
+def make_sp(comm: Communicator, layout: str = "zigzag") -> SequenceParallel:
+    config = SequenceParallelConfig(
+        sequence_parallel_size=comm.size, layout=layout, route={"name": "ring"}
+    )
+    return SequenceParallel(config, comm)
+
+
+def draw(batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of the prompt and all new tokens."""
+    rng = torch.Generator().manual_seed(0)
+    shapes = ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, VALUE_DIM))
+    return tuple(
+        torch.randn(batch, TOTAL, *shape, generator=rng, dtype=torch.float64) for shape in shapes
+    )
+
+
+def expected(options: dict[str, Any]) -> Tensor:
+    """(b, TOTAL, h, e) by one dense softmax."""
+    others = {key: x for key, x in options.items() if key not in ("window_size", "softmax_scale")}
+    mask: Mask = make_mask(True, options.get("window_size", (-1, -1)))
+    return dense_attention(*draw(), mask, options.get("softmax_scale", DIM**-0.5), **others)
+
+
+def filled(sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor) -> KeyValueCache:
+    """A cache of the prompt."""
+    cache = KeyValueCache(sp)
+    cache.keep(sp.shard(k[:, :PROMPT]), sp.shard(v[:, :PROMPT]), PROMPT)
+    return cache
+
+
+def decode(comm: Communicator, layout: str, options: dict[str, Any]) -> tuple[Tensor, int]:
+    """What the new tokens get, and the bytes of this rank's cache."""
+    sp, (q, k, v) = make_sp(comm, layout), draw()
+    cache, outs, start = filled(sp, q, k, v), [], PROMPT
+    for count in CHUNKS:
+        rows = slice(start, start + count)
+        outs.append(cache.attention(q[:, rows], k[:, rows], v[:, rows], **options))
+        start += count
+    assert cache.length == TOTAL
+    return torch.cat(outs, dim=1), cache.nbytes
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_new_tokens_get_the_attention_of_one_device(
+    ranks: int, options: dict[str, Any], layout: str
+):
+    for out, _ in run_threads(ranks, decode, layout, options):
+        assert (out - expected(options)[:, PROMPT:]).abs().max() < TOLERANCE
+
+
+def test_all_ranks_get_equal_bits():
+    first, *others = [out for out, _ in run_threads(4, decode, "zigzag", {})]
+    assert all(torch.equal(first, out) for out in others)
+
+
+def test_a_rank_keeps_its_share_of_the_keys():
+    row = 2 * KV_HEADS * (DIM + VALUE_DIM) * 8
+    rows = [nbytes / row for _, nbytes in run_threads(4, decode, "zigzag", {})]
+    assert sum(rows) == TOTAL
+    assert max(rows) - min(rows) <= max(CHUNKS)
+
+
+def decode_again(comm: Communicator) -> tuple[Tensor, Tensor]:
+    """The last two tokens, and the same after the cache was cropped and its samples exchanged."""
+    sp, (q, k, v) = make_sp(comm), draw()
+    cache = filled(sp, q, k, v)
+    new = [x[:, PROMPT : PROMPT + 2] for x in (q, k, v)]
+    first = cache.attention(*new)
+    cache.crop(PROMPT)
+    cache.take_samples(torch.tensor([1, 0, 1]))
+    return first, cache.attention(*(x[[1, 0, 1]] for x in new))
+
+
+def test_a_cropped_cache_of_other_samples_continues():
+    for first, again in run_threads(3, decode_again):
+        assert torch.equal(again, first[[1, 0, 1]])
+
+
+def refused(comm: Communicator, case: str) -> str:
+    sp, (q, k, v) = make_sp(comm), draw()
+    cache = KeyValueCache(sp) if case == "empty" else filled(sp, q, k, v)
+    new = [x[:, PROMPT : PROMPT + 1] for x in (q, k, v)]
+    if case == "batch":
+        new = [x[:1] for x in new]
+    elif case == "rank" and comm.rank == 1:
+        new = [x[:, PROMPT : PROMPT + 2] for x in (q, k, v)]
+    with pytest.raises(ValueError) as error:
+        if case == "full":
+            cache.keep(sp.shard(k[:, :PROMPT]), sp.shard(v[:, :PROMPT]), PROMPT)
+        cache.attention(*new)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("empty", "the cache is empty"),
+        ("full", "an empty cache keeps the"),
+        ("batch", "new keys and values must be as those of the cache"),
+        ("rank", "shapes of new tokens"),
+    ],
+)
+def test_wrong_calls_are_refused_on_every_rank(case: str, message: str):
+    assert all(message in text for text in run_threads(2, refused, case))
+
+
+def test_layouts_that_follow_from_documents_are_refused():
+    config = SequenceParallelConfig(layout="document_zigzag")
+    with pytest.raises(ValueError, match='"zigzag" or "contiguous", got "document_zigzag"'):
+        KeyValueCache(SequenceParallel(config))

@@ -1,0 +1,5 @@
+"""Attention of new tokens over keys and values that lie on all ranks: generation."""
+
+from wf_backends.decode.cache import KeyValueCache
+
+__all__ = ["KeyValueCache"]

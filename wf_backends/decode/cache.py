@@ -1,0 +1,210 @@
+"""The keys and values of one layer on all ranks, and attention of new tokens over them.
+
+A rank keeps the keys and values of its rows of the prompt. New tokens are the same on every rank.
+Each rank computes the attention of all of them over its own keys, and the results of the ranks are
+merged:
+
+    lse = log sum_r exp(lse_r);  out = sum_r exp(lse_r - lse) out_r
+
+The keys and values of new tokens stay on the rank that has the fewest.
+
+Shapes: b batch, n new tokens, s rows of this rank, h query heads, g key heads, d head_dim of
+queries and keys, e of values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from math import inf
+
+import torch
+from torch import Tensor
+
+from wf_backends.comm import Communicator, ConsistencyCheck, Shared, fingerprint, gather_small
+from wf_backends.kernels import Kernel, KernelSpec, Scores, select
+from wf_backends.lowering import tiles
+from wf_backends.parallel import SequenceParallel, check_tensors, make_softmax
+from wf_backends.runtime import ForwardTiles, accumulator_dtype, fuse, with_sinks
+from wf_backends.schedule import (
+    LAYOUTS,
+    Mask,
+    Ranges,
+    intersect,
+    join,
+    make_layout,
+    make_mask,
+    size,
+)
+
+LABEL = "decode"  # of the messages that merge results, in reports and errors
+
+
+class KeyValueCache(Shared):
+    """The keys and values that one layer's attention has seen, on the ranks of `sp`.
+
+    Args:
+        sp: with the layout "zigzag" or "contiguous".
+
+    Attributes:
+        length: tokens on all ranks.
+
+    Raises:
+        ValueError: for a layout that follows from documents or slices.
+    """
+
+    def __init__(self, sp: SequenceParallel) -> None:
+        layout = sp.config.layout
+        if LAYOUTS[layout].needs_documents or LAYOUTS[layout].needs_slices:
+            raise ValueError(
+                f'a cache needs "layout": "zigzag" or "contiguous", got "{layout}", which follows '
+                "from documents or slices"
+            )
+        self._sp, self._consistency = sp, ConsistencyCheck(sp.comm)
+        self._layout: list[Ranges] = [()] * sp.size
+        self._kv: Tensor | None = None  # [K|V] (s, b, g, d + e)
+        self.length = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on this rank."""
+        return 0 if self._kv is None else self._kv.nbytes
+
+    def keep(self, k: Tensor, v: Tensor, seqlen: int) -> None:
+        """Keep this rank's rows of a prompt, which `sp.attention` gets too.
+
+        Args:
+            k: (b, s, g, d), v: (b, s, g, e): the rows that `sp.shard` gives of `seqlen` tokens.
+            seqlen: tokens of the prompt, all ranks.
+
+        Raises:
+            ValueError: if the cache is not empty, or these are not this rank's rows.
+        """
+        layout = make_layout(self._sp.config.layout, self._sp.size, seqlen)
+        rows = size(layout[self._sp.rank])
+        if self.length or k.shape[1] != rows or v.shape[1] != rows:
+            raise ValueError(
+                f"an empty cache keeps the {rows} rows of {self._sp.comm.me} of a prompt of "
+                f"{seqlen} tokens, got k {tuple(k.shape)}, v {tuple(v.shape)} for a cache of "
+                f"{self.length} tokens"
+            )
+        self._kv, self._layout, self.length = fuse(k, v), list(layout), seqlen
+
+    @torch.no_grad()
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window_size: tuple[int, int] = (-1, -1),
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Add new tokens, and return their causal attention over all tokens so far; no gradient.
+
+        Args:
+            q: (b, n, h, d), k: (b, n, g, d), v: (b, n, g, e), the same on every rank.
+            window_size, softmax_scale, softcap, alibi_slopes, sinks: as in `sp.attention`.
+
+        Returns:
+            (b, n, h, e), q's dtype, the same on every rank.
+
+        Raises:
+            ValueError: for an empty cache, and for tensors or options that do not fit it or differ
+                between ranks.
+        """
+        with self._consistency:  # an error in this block is raised on all ranks
+            check_tensors(q, k, v)
+            softmax = make_softmax(q, softmax_scale, softcap, alibi_slopes, sinks)
+            mask = make_mask(causal=True, window_size=window_size)
+            self._check_fit(k, v)
+        compared = {
+            "shapes of new tokens": fingerprint((q.shape, k.shape, v.shape, q.dtype)),
+            "options": fingerprint((softmax.options, window_size)),
+        }
+        self._consistency.check(compared, {}, q)
+        start, stop = self.length, self.length + q.shape[1]
+        self._append(k, v)
+        kernel = _kernel(self._sp.config.kernel, softmax.scores, q, k, v)
+        out, lse = self._over_own_keys(kernel, softmax.scores, ((start, stop),), mask, q, v)
+        out, lse = merged(self._sp.comm, out, lse)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
+        return out.transpose(0, 1).to(q.dtype)
+
+    def take_samples(self, samples: Tensor) -> None:
+        """Take samples (b',) of the batch in place of all, as beam search does."""
+        if self._kv is not None:
+            self._kv = self._kv.index_select(1, samples.to(self._kv.device))
+
+    def crop(self, length: int) -> None:
+        """Keep the first tokens, at most `length`."""
+        kept = ((0, length),) if length else ()
+        old, rank = self._layout[self._sp.rank], self._sp.rank
+        self._layout = [intersect(ranges, kept) for ranges in self._layout]
+        self.length = sum(map(size, self._layout))
+        if self._kv is not None and self._layout[rank] != old:
+            self._kv = self._kv[: size(self._layout[rank])]  # rows are in order
+
+    def _check_fit(self, k: Tensor, v: Tensor) -> None:
+        kv = self._kv
+        if kv is None:
+            raise ValueError("the cache is empty: keep() the rows of a prompt first")
+        new = k.shape[0], k.shape[2], k.shape[3] + v.shape[3]
+        if new != kv.shape[1:] or k.dtype != kv.dtype or k.device != kv.device:
+            raise ValueError(
+                f"new keys and values must be as those of the cache, (batch, heads, dims of k and "
+                f"v) {tuple(kv.shape[1:])}, {kv.dtype} on {kv.device}; got {new}, {k.dtype} on "
+                f"{k.device}"
+            )
+
+    def _append(self, k: Tensor, v: Tensor) -> None:
+        """Add the keys of new tokens on the rank that has the fewest, the first of several."""
+        sizes = [size(ranges) for ranges in self._layout]
+        owner = sizes.index(min(sizes))
+        new_range = (self.length, self.length + k.shape[1])
+        self._layout[owner] = join((*self._layout[owner], new_range))
+        self.length = new_range[1]
+        if owner == self._sp.rank:
+            assert self._kv is not None
+            self._kv = torch.cat((self._kv, fuse(k, v)))
+
+    def _over_own_keys(
+        self, kernel: Kernel, scores: Scores, rows: Ranges, mask: Mask, q: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(out (n, b, h, e), lse (n, b, h)) of new tokens at `rows` over this rank's keys."""
+        assert self._kv is not None
+        queries, dtype = q.transpose(0, 1), accumulator_dtype(q.dtype)
+        out = q.new_zeros((*queries.shape[:-1], v.shape[-1]), dtype=dtype)
+        lse = q.new_full(queries.shape[:-1], -inf, dtype=dtype)
+        compute = ForwardTiles(kernel, scores, q.shape[-1])
+        held = rows, self._layout[self._sp.rank]
+        for tile in tiles(*held, mask):
+            compute(replace(tile, held=held), (queries,), (self._kv,), (out, lse), ())
+        return out, lse
+
+
+def merged(comm: Communicator, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The results of all ranks, merged in the order of the ranks, so that all get equal bits.
+
+    Args:
+        out: (n, b, h, e), lse: (n, b, h), over this rank's keys; 0 and -inf where none is seen.
+    """
+    if comm.size == 1:
+        return out, lse
+    outs = gather_small(comm, torch.cat((out, lse.unsqueeze(-1)), -1), LABEL)
+    all_lse = outs[..., -1]
+    lse = all_lse.logsumexp(0)
+    weights = torch.exp(all_lse - lse.masked_fill(lse == -inf, 0.0))
+    return (weights.unsqueeze(-1) * outs[..., :-1]).sum(0), lse
+
+
+def _kernel(name: str, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
+    dims = q.shape[3], q.shape[2], k.shape[2], v.shape[3]
+    options = scores.softcap > 0, scores.slopes is not None
+    return _selected(name, KernelSpec(q.device.type, q.dtype, *dims, *options, looks_back=True))
+
+
+_selected = lru_cache(maxsize=64)(select)
