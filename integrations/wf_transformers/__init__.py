@@ -21,6 +21,7 @@ from wf_transformers.entry import apply, attach, attach_model, connect
 from wf_transformers.families.media import shard_media
 from wf_transformers.families.stacks import shard_between
 from wf_transformers.folders.load import model_from_folder
+from wf_transformers.generation import ShardedCache, generate
 from wf_transformers.handle import Handle, data_parallel
 from wf_transformers.memory.checkpoints import CHECKPOINTING, Checkpointing
 from wf_transformers.memory.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
@@ -46,6 +47,7 @@ __all__ = [
     "MASK_ARGUMENTS",
     "MODEL_KEYS",
     "ModelOptions",
+    "ShardedCache",
     "TrainingBudget",
     "VERIFY",
     "WholeBatchHooks",
@@ -64,6 +66,7 @@ __all__ = [
     "data_parallel",
     "forward_kwargs",
     "gathered_once",
+    "generate",
     "head_of",
     "inner_loss_counted_once",
     "loss_only",

@@ -18,6 +18,7 @@ from wf_transformers.attention.function import UNSUPPORTED
 from wf_transformers.attention.positions import offset_positions
 from wf_transformers.attention.registry import register_free, registered_for
 from wf_transformers.calls import (
+    NOT_LOCAL,
     TOKENS,
     by_name,
     parameter_names,
@@ -186,7 +187,8 @@ def _check_calls(model: PreTrainedModel, handle: Handle) -> None:
             raise NotImplementedError(f"{UNSUPPORTED['output_attentions']}, which WallFacer lacks")
         if handle.sp.size > 1:
             unsplit = TOKENS if has_stacks or model in attention.cut_by_heads else ()
-            split = {key: value for key, value in arguments.items() if key not in unsplit}
+            whole = (*unsplit, *NOT_LOCAL) if attention.cache is not None else unsplit
+            split = {key: value for key, value in arguments.items() if key not in whole}
             refuse_call(model, split, names, attention.logits_are_whole)
             if media_of(model) is None:
                 refuse_media(model, split if has_stacks else arguments)

@@ -139,6 +139,11 @@ class KeyValueCache(Shared):
         if self._kv is not None:
             self._kv = self._kv.index_select(1, samples.to(self._kv.device))
 
+    def repeat_samples(self, repeats: int) -> None:
+        """Repeat each sample of the batch."""
+        if self._kv is not None:
+            self._kv = self._kv.repeat_interleave(repeats, dim=1)
+
     def crop(self, length: int) -> None:
         """Keep the first tokens, at most `length`."""
         kept = ((0, length),) if length else ()

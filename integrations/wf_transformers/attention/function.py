@@ -66,6 +66,8 @@ class Attention(Shared):
         """Whether a layer has called since this was last set to False."""
         self.logits_are_whole = False
         """Whether labels and logits of the running call are those of all ranks (custom_loss.py)."""
+        self.cache: Any = None
+        """The `ShardedCache` while a model generates (generation.py)."""
         self.drops = True
         """Whether dropout is applied where a layer wants it."""
         self._check_mask = MaskCheck()
@@ -174,6 +176,8 @@ class Attention(Shared):
         name = self._layer_names.get(module)
         if name is None:
             name = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}"
+        if self.cache is not None:
+            return self.cache.attention(module, q, k, v, **options, masks=masks, name=name)
         if masks is None:
             return self.sp.attention(q, k, v, **options, name=name)
         samples = zip(*(x.split(1) for x in (q, k, v)), masks, strict=True)

@@ -19,7 +19,7 @@ def offset_positions(model: nn.Module, handle: Handle) -> None:
         if hasattr(module, "create_position_ids_from_inputs_embeds"):
             hook = partial(_add_padding_offset, handle.sp)
         elif type(module).__name__ == "PhimoeRotaryEmbedding":
-            hook = partial(_scale_seq_len, handle.sp)
+            hook = partial(_scale_seq_len, handle)
         else:
             continue
         handle.hooks(module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -43,8 +43,10 @@ def _add_padding_offset(sp: SequenceParallel, module: Any, args: Any, kwargs: Kw
     return args, kwargs | {"position_ids": positions + module.padding_idx + 1}
 
 
-def _scale_seq_len(sp: SequenceParallel, _: Any, args: Any, kwargs: Kwargs) -> Any:
+def _scale_seq_len(handle: Handle, _: Any, args: Any, kwargs: Kwargs) -> Any:
     """Make the rotary table as long as the whole sequence, not as this rank's rows."""
     if "seq_len" not in kwargs:
         return None
-    return args, kwargs | {"seq_len": kwargs["seq_len"] * sp.size}
+    cache = handle.attention.cache
+    seqlen = kwargs["seq_len"] * handle.sp.size if cache is None else cache.length + cache.new
+    return args, kwargs | {"seq_len": seqlen}
