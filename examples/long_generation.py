@@ -19,14 +19,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import wf_transformers
 from wf_backends import SequenceParallel, SequenceParallelConfig, launch
 
-SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 256}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+LIMITS = {"num_hidden_layers": 4, "max_position_embeddings": 2**20, "eos_token_id": None}
 
 
 def byte_level_llama() -> Any:
     """A random model whose tokens are bytes."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, **SMALL, **HEADS, eos_token_id=None))
+    return LlamaForCausalLM(LlamaConfig(**WIDTHS, **HEADS, **LIMITS))
 
 
 def main() -> None:

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from wf_transformers.attention.documents import NOT_CUT
 
-ON_ONE_PROCESS = "generate on one process, with a model that is not connected to WallFacer"
+ON_ONE_PROCESS = (
+    "call wf_transformers.generate, or generate on one process, with a model that is not connected "
+    "to WallFacer"
+)
 RIGHT = "call the model with what sp.shard_batch and wf_transformers.forward_kwargs give"
 LOSS = (
     "leave it out and take sp.loss (engine.wallfacer.loss) of the logits, or have forward_kwargs("
@@ -20,7 +23,7 @@ CACHES = ("past_key_values", "cache")
 """Argument names of a KV cache; the second since transformers 5.24."""
 # Arguments whose meaning for a rank's part differs from that for the whole sequence, and why.
 NOT_LOCAL = {
-    **dict.fromkeys(CACHES, f"a KV cache cannot be spread; {ON_ONE_PROCESS}"),
+    **dict.fromkeys(CACHES, f"a KV cache is not spread here; {ON_ONE_PROCESS}"),
     "logits_to_keep": f"would be counted in this rank's rows; leave it out ({ON_ONE_PROCESS})",
     "num_logits_to_keep": f"would be counted in this rank's rows; leave it out ({ON_ONE_PROCESS})",
 }

@@ -135,16 +135,16 @@ class ShardedCache(DynamicCache):
 def generate(
     model: Any,
     handle: Handle,
-    input_ids: Tensor,
+    inputs: Tensor,
     cache: ShardedCache | None = None,
     **options: Any,
 ) -> Any:
-    """`model.generate(input_ids, **options)` with keys and values on all ranks of a sequence.
+    """`model.generate(inputs, **options)` with keys and values on all ranks of a sequence.
 
     Args:
         model: attached by `handle`, in evaluation mode.
-        input_ids: (b, S) without padding, the same on every rank of a sequence.
-        cache: that of an earlier call, whose tokens `input_ids` begin with; None = a new one.
+        inputs: ids (b, S) without padding, the same on every rank of a sequence.
+        cache: that of an earlier call, whose tokens `inputs` begin with; None = a new one.
         options: as those of transformers' `generate`. To sample, seed the ranks alike.
 
     Returns:
@@ -162,7 +162,7 @@ def generate(
     key = next(name for name in reversed(CACHES) if name in parameter_names(pretrained))
     caching = {key: cache, "cache_implementation": None, "use_cache": True}
     with _Forwards(pretrained, handle, cache, key).hooked():
-        output = model.generate(input_ids, **options | caching)
+        output = model.generate(inputs, **options | caching)
         _check_same(handle, output if isinstance(output, Tensor) else output.sequences)
     return output
 

@@ -96,7 +96,7 @@ def unknown_labels(model: nn.Module) -> str:
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:
     for key in CACHES:
         if arguments.get(key) is not None:
-            raise NotImplementedError(f"{key}: a KV cache cannot be spread; {ON_ONE_PROCESS}")
+            raise NotImplementedError(f"{key}: a KV cache is not spread here; {ON_ONE_PROCESS}")
     if arguments.get("return_dict") is False:
         raise NotImplementedError("return_dict=False: leave it out, the loss goes into the output")
 
