@@ -155,14 +155,20 @@ LLAMA = SMALL | {"intermediate_size": 16, "num_key_value_heads": 2, "tie_word_em
         (transformers.LlamaForCausalLM, LLAMA, {"use_cache": False, "logits_to_keep": 1}),
         (transformers.BartModel, BART, {"use_cache": False, "decoder_input_ids": ...}),
         (transformers.DebertaModel, DEBERTA, {}),
+        (
+            transformers.CTRLLMHeadModel,
+            {**SMALL, "dff": 64, "n_positions": 512},
+            {"use_cache": False},
+        ),
     ],
-    ids=["gpt2", "llama", "bart", "deberta"],
+    ids=["gpt2", "llama", "bart", "deberta", "ctrl"],
 )
 def test_the_plan_is_that_of_the_model_itself(
     wallfacer_json, folder, model_class, sizes, arguments
 ):
     """Tied weights, tensors that are attributes and buffers, and two inputs are as in the model;
-    DeBERTa makes tensors inside TorchScript, which are not fake."""
+    DeBERTa makes tensors inside TorchScript, which are not fake; CTRL's positions are an attribute
+    of the model, and a buffer of what the command captures."""
     config = model_class.config_class(**sizes)
     config.save_pretrained(folder)
     args = ("--seqlen", "512", "--max-memory", "0.6", "--max-slowdown", "9", "--attention", "eager")

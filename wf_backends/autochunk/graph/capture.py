@@ -48,7 +48,7 @@ _BY_SHAPE = {
     aten.view_as.default: aten.view.default,
     aten.reshape_as.default: aten.reshape.default,
 }
-DEVICE = re.compile(r"device\(type='\w+'(, index=\d+)?\)")
+_NOT_HASHED = re.compile(r"device\(type='\w+'(, index=\d+)?\)|\b[bc]_")  # [bc]_: buffer or constant
 NOT_MODELS = {"torch", "sympy", "wf_backends"} | sys.stdlib_module_names  # packages
 
 
@@ -209,7 +209,7 @@ def _fingerprint(graph: fx.Graph) -> str:
     for node in graph.nodes:
         shapes = [(tuple(t.shape), t.dtype) for t in tensors(node)]
         lines.append(f"{node.op} {operator_name(node)} {node.args} {node.kwargs} {shapes}")
-    return hashlib.sha256(DEVICE.sub("", "\n".join(lines)).encode()).hexdigest()[:16]
+    return hashlib.sha256(_NOT_HASHED.sub("", "\n".join(lines)).encode()).hexdigest()[:16]
 
 
 def operator_name(node: fx.Node) -> str:
