@@ -40,6 +40,7 @@ LONG: dict[str, str] = {
     "tests/integrations/test_deepspeed_exact.py": r"two_ranks|compiled_engine|four_ranks.*"
     r"(auto_[12]|shallow_ring_[12]|concentric_2|mesh_1|ulysses_2|ulysses_ring_3|first_2)\]",
     "tests/integrations/test_experts_engines.py": "zero3|mixtral-ddp",
+    "tests/integrations/test_generation_processes.py": "in_tensor_parallel|is_named",
     "tests/integrations/test_hetegen.py": "deepspeeds_own_engine",
     "tests/integrations/test_diffusers.py": r"script_of_docs|of_one_device\[\w+-[13]-",
     "tests/integrations/test_first_step_trainers.py": r"\[zero2\]",
@@ -65,6 +66,7 @@ LONG: dict[str, str] = {
     "tests/dsp/test_video_dit.py": r"published|exact\[(dsp, stages repeated|ring)",
     "tests/gpu/test_cudnn.py": r"on_cudnn_is_exact\[(documents|full|window)|all_tiles.*full",
     "tests/integrations/test_families.py": TWO,
+    "tests/integrations/test_generation.py": TWO,
     "tests/integrations/test_stacks.py": TWO,
     "tests/integrations/test_mixers.py": TWO,
     "tests/integrations/test_custom_loss.py": TWO,
