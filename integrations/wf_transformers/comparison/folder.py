@@ -16,7 +16,7 @@ from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator, run_threads
 from wf_transformers.comparison.verify import Report, verify
 from wf_transformers.entry import attach_model
-from wf_transformers.folders.shape import refused_by_name
+from wf_transformers.folders.shape import DTYPE, refused_by_name
 from wf_transformers.handle import Handle
 from wf_transformers.models import head_of
 from wf_transformers.whole_batches.hooks import WholeBatchHooks
@@ -72,7 +72,7 @@ def _load(folder: Path, has_weights: bool) -> Any:
     model_class = getattr(transformers, names[0], None)
     if has_weights:
         loader = model_class or AutoModelForCausalLM
-        return loader.from_pretrained(folder, torch_dtype=torch.float32)
+        return loader.from_pretrained(folder, **{DTYPE: torch.float32})
     torch.manual_seed(0)
     model = model_class(config) if model_class else AutoModelForCausalLM.from_config(config)
     return model.float()

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from wf_transformers.folders.shape import refused_by_name
+from wf_transformers.folders.shape import DTYPE, refused_by_name
 from wf_transformers.folders.skeleton import check_positions
 
 
@@ -53,7 +53,7 @@ def model_from_folder(
     tensors: dict[str, Tensor] = {}
     for file in files:
         tensors |= _mapped_tensors(file)
-    dtype = torch_dtype or config.torch_dtype or _main_dtype(tensors)
+    dtype = torch_dtype or getattr(config, DTYPE) or _main_dtype(tensors)
     model = _load(config, tensors, dtype, folder)
     model.name_or_path = model.config.name_or_path = str(folder)
     if (Path(folder) / "generation_config.json").exists():
@@ -73,9 +73,9 @@ def _load(
             None,
             config=config,
             state_dict=tensors,
-            torch_dtype=dtype,
             ignore_mismatched_sizes=True,  # they are in `info`, too
             output_loading_info=True,
+            **{DTYPE: dtype},
         )
     except ValueError as error:  # for the names of another model, in transformers 4
         raise ValueError(f"{refusal}{error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from urllib.request import getproxies
 import torch
 from huggingface_hub.constants import ENDPOINT
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.configuration_utils import PretrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -21,6 +23,8 @@ from wf_backends.budget import Experts
 from wf_transformers.folders.layers import count_layers
 
 DTYPES = MappingProxyType({2: torch.bfloat16, 4: torch.float32, 8: torch.float64})  # by itemsize
+DTYPE = "dtype" if hasattr(PretrainedConfig, "torch_dtype") else "torch_dtype"
+"""The name of a dtype in configs and loaders; newer versions warn of the second."""
 HUB_S = 3.0  # in which a connection to the Hub opens
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Config fields for the number of experts."""
@@ -104,7 +108,8 @@ def refused_by_name(name: str | Path) -> Iterator[None]:
         raise
     except Exception as error:
         prefix = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        first_line = str(error).strip().partition("\n")[0]
+        joined = re.sub(r":\n\s+", ": ", str(error).strip())  # a validator's error, and its cause
+        first_line = joined.partition("\n")[0]
         raise ValueError(f"--model {name}: {prefix}{first_line}") from error
 
 
@@ -120,7 +125,7 @@ def _sizes(name: str, config: Any, itemsize: int) -> dict[str, Any]:
     experts = _experts(name, config)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with refused_by_name(name), mode:
-        model = AutoModelForCausalLM.from_config(config, torch_dtype=DTYPES[itemsize])
+        model = AutoModelForCausalLM.from_config(config, **{DTYPE: DTYPES[itemsize]})
     return {
         "layers": config.num_hidden_layers,
         "hidden": hidden,

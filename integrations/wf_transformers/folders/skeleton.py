@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForCausalLM,
 )
 
-from wf_transformers.folders.shape import read_config, refused_by_name
+from wf_transformers.folders.shape import DTYPE, read_config, refused_by_name
 
 try:
     from transformers.initialization import no_init_weights  # pyright: ignore[reportMissingImports]
@@ -53,11 +53,12 @@ def skeleton(
         _keep_layers(config, layers)
     is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
     auto_class = AutoModelForCausalLM if is_decoder else AutoModel
-    dtype = config.torch_dtype or whole_config.torch_dtype or torch.float32
+    dtype = getattr(config, DTYPE) or getattr(whole_config, DTYPE) or torch.float32
     with FakeTensorMode(allow_non_fake_inputs=True):
         with refused_by_name(folder), no_init_weights():  # ModernBERT's looks at values
             _check_class(auto_class._model_mapping[type(config)], attention)
-            model = auto_class.from_config(config, attn_implementation=attention, torch_dtype=dtype)
+            kwargs = {"attn_implementation": attention, DTYPE: dtype}
+            model = auto_class.from_config(config, **kwargs)
             model.tie_weights()
         _attributes_as_buffers(model)
         check_positions(f"--seqlen {seqlen}", model, seqlen)
