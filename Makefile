@@ -11,7 +11,7 @@ STEPS ?= 30
 WORKERS ?= 2
 EXTRAS := mpi,transformers,deepspeed,colossalai,trl,demo,dev,docs
 # What reads models or runs inside an engine; the rest knows no framework.
-WITH_MODELS := $(addprefix tests/,autochunk budget hetegen integrations)
+WITH_MODELS := $(addprefix tests/,autochunk budget cli hetegen integrations)
 # Runs as root and with more ranks than cores too.
 MPIRUN := mpirun --allow-run-as-root --map-by slot:OVERSUBSCRIBE --bind-to none
 
@@ -63,6 +63,7 @@ test-all: check
 test-newest: export PATH := $(CURDIR)/.venv-newest/bin:$(PATH)
 test-newest: .venv-newest/stamp
 	pytest -n $(WORKERS) -m "not long" $(WITH_MODELS)
+	pytest tests/docs/test_blocks_processes.py
 
 clean:
 	rm -rf .venv .venv-newest build dist *.egg-info

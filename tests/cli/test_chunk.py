@@ -7,6 +7,7 @@ import json
 import re
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,6 @@ from wf_backends.autochunk import BudgetError, ChunkPlan, autochunk  # noqa: E40
 from wf_backends.cli import chunk as command  # noqa: E402
 from wf_backends.cli import readers  # noqa: E402
 from wf_transformers.folders.skeleton import skeleton  # noqa: E402
-
 
 LONGEST = 4096 if transformers.__version__ >= "5" else 3072
 """Of one layer in 250 MB; the same on every machine, by the rates of a GPU."""
@@ -209,8 +209,10 @@ def test_a_model_whose_positions_are_a_plain_attribute(wallfacer_json, folder) -
 
 
 def test_the_first_layers_are_of_the_kinds_that_they_have_in_the_whole_model(wallfacer, folder):
-    """Zamba 2 looks for its shared blocks in a list of the kinds of all layers. transformers 4 reads
-    values of tensors then, and no graph can be made."""
+    """Zamba 2 looks for its shared blocks in a list of the kinds of all layers.
+
+    No graph of it can be made in transformers 4, where it reads values of tensors.
+    """
     kinds = ["mamba", "mamba", "hybrid", "mamba"] * 2
     sizes = SMALL | {"num_hidden_layers": 8, "hidden_size": 64}
     transformers.Zamba2Config(**sizes, layers_block_type=kinds).save_pretrained(folder)
@@ -312,7 +314,8 @@ def test_a_folder_without_a_model_is_refused(wallfacer, tmp_path: Path) -> None:
 
 
 def test_no_option_is_deprecated(wallfacer, folder: str) -> None:
-    getattr(transformers.utils.logging.warning_once, "cache_clear")()  # it warns once a process
+    warning_once: Any = transformers.utils.logging.warning_once
+    warning_once.cache_clear()  # it warns once a process
     args = ("--seqlen", "64", "--layers", "1")
     code, _, err = wallfacer("chunk", "--model", folder, *args)
     assert code == 0 and "deprecated" not in err
