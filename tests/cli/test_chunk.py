@@ -110,8 +110,8 @@ def test_the_longest_sequence_has_at_most_the_learned_positions(wallfacer_json, 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (transformers.GPT2Config(**SMALL, n_positions=32), "has 32 learned positions"),
-        (transformers.OPTConfig(**SMALL, max_position_embeddings=63), "has 63 learned positions"),
+        (transformers.GPT2Config(**SMALL, n_positions=32), "has 32 positions"),
+        (transformers.OPTConfig(**SMALL, max_position_embeddings=63), "has 63 positions"),
         (transformers.ViTConfig(), "ViTModel takes pixel_values"),
         (transformers.MambaConfig(), "MambaForCausalLM has no attention 'sdpa'"),
     ],
@@ -123,6 +123,22 @@ def test_a_model_that_cannot_take_the_tokens_is_refused(
     config.save_pretrained(folder)
     code, _, err = wallfacer("chunk", "--model", folder, "--seqlen", "64")
     assert code == 2 and message in err
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.GPTJConfig(**SMALL, n_positions=32, rotary_dim=4),
+        transformers.CTRLConfig(**SMALL, n_positions=32, dff=16),
+    ],
+)
+def test_more_tokens_than_a_computed_table_has_positions_are_refused(
+    wallfacer, folder: str, config
+) -> None:
+    config.save_pretrained(folder)
+    args = ("--seqlen", "33", "--attention", "eager")
+    code, _, err = wallfacer("chunk", "--model", folder, *args)
+    assert code == 2 and "has 32 positions" in err
 
 
 T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}

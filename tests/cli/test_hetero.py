@@ -263,7 +263,7 @@ def test_generate_refuses_more_tokens_than_learned_positions(wallfacer, folder: 
     args = (*GENERATE, "--model", str(folder), "--max-memory", "20kB", "--prompt")
     assert wallfacer(*args, "w3 w4")[0] == 0
     code, _, err = wallfacer(*args, "w3 w4 w5")
-    message = "a prompt of 3 tokens and --max-new-tokens 5: GPT2LMHeadModel has 6 learned positions"
+    message = "a prompt of 3 tokens and --max-new-tokens 5: GPT2LMHeadModel has 6 positions"
     assert code == 2 and message in err
 
 

@@ -157,7 +157,7 @@ class Generator:
 
         Raises:
             ValueError: for a prompt without tokens, or with one that the model does not have, or
-                more tokens than the model has learned positions.
+                more tokens than the model has positions.
         """
         text = self._question(prompt) if self.chat else prompt
         ids = self.tokenizer(

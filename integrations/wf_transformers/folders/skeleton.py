@@ -25,6 +25,7 @@ except ImportError:  # transformers 4
 ATTENTIONS = ("sdpa", "eager")
 SIDES = ("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers")
 LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings", "positions_embed")
+COMPUTED_POSITIONS = ("embed_positions", "pos_encoding")  # tensors of GPT-J, CodeGen; of CTRL
 
 
 def skeleton(
@@ -124,16 +125,23 @@ def _check_class(model_class: Any, attention: str) -> None:
 
 
 def check_positions(name: str, model: nn.Module, tokens: int) -> None:
-    """Refuse more tokens than the model has learned positions: on fake tensors it would run."""
+    """Refuse more tokens than the model has positions: on fake tensors it would run."""
     config: Any = model.config
     if getattr(config, "position_embedding_type", None) == "rotary":  # ESM has a table, unused
         return
     for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and path.rpartition(".")[2] in LEARNED_POSITIONS:
-            rows = module.num_embeddings  # OPT's table has two more than it has positions
+        if rows := _positions(path, module):  # OPT's table has two more than it has positions
             limit = min(rows, getattr(config, "max_position_embeddings", rows))
             if tokens > limit:
                 raise ValueError(
-                    f"{name}: {type(model).__name__} has {limit} learned positions "
+                    f"{name}: {type(model).__name__} has {limit} positions "
                     f"({path}); give at most so many tokens"
                 )
+
+
+def _positions(path: str, module: nn.Module) -> int | None:
+    """The rows of a module's table of positions; None if it has no table."""
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings if path.rpartition(".")[2] in LEARNED_POSITIONS else None
+    tables = (getattr(module, name, None) for name in COMPUTED_POSITIONS)
+    return next((len(table) for table in tables if isinstance(table, torch.Tensor)), None)
