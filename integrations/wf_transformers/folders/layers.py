@@ -43,12 +43,15 @@ def count_layers(model: Any, mode: FakeTensorMode) -> dict[str, Any]:
 
 
 def _count_layers(model: Any, mode: FakeTensorMode) -> dict[str, Any]:
-    parent, name, stack = next(
+    stacks = (
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
         if isinstance(child, nn.ModuleList) and len(child) == model.config.num_hidden_layers
     )
+    parent, name, stack = next(stacks, (None, "", None))
+    if stack is None:
+        raise ValueError("no list of its num_hidden_layers layers")
     counts = Counter(map(repr, stack))
     kinds = nn.ModuleList(next(x for x in stack if repr(x) == kind) for kind in counts)
     setattr(parent, name, kinds)
