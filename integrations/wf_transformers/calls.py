@@ -21,11 +21,13 @@ LOSS = (
 )
 CACHES = ("past_key_values", "cache")
 """Argument names of a KV cache; the second since transformers 5.24."""
+LOGITS_TO_KEEP = ("logits_to_keep", "num_logits_to_keep")
 # Arguments whose meaning for a rank's part differs from that for the whole sequence, and why.
 NOT_LOCAL = {
     **dict.fromkeys(CACHES, f"a KV cache is not spread here; {ON_ONE_PROCESS}"),
-    "logits_to_keep": f"would be counted in this rank's rows; leave it out ({ON_ONE_PROCESS})",
-    "num_logits_to_keep": f"would be counted in this rank's rows; leave it out ({ON_ONE_PROCESS})",
+    **dict.fromkeys(
+        LOGITS_TO_KEEP, f"would be counted in this rank's rows; leave it out ({ON_ONE_PROCESS})"
+    ),
 }
 ROUTER_LOGITS = "output_router_logits"
 HIDDEN_STATES = "output_hidden_states"

@@ -21,6 +21,7 @@ from wf_backends.schedule import intersect, make_layout, size
 from wf_transformers.batch import forward_kwargs, is_causal
 from wf_transformers.calls import (
     CACHES,
+    LOGITS_TO_KEEP,
     MEDIA,
     by_name,
     parameter_names,
@@ -33,7 +34,6 @@ from wf_transformers.handle import Handle
 from wf_transformers.models import outermost
 from wf_transformers.whole_batches.arguments import has_row_per_token
 
-LOGITS_TO_KEEP = ("logits_to_keep", "num_logits_to_keep")
 RECOMPUTED = ("attention_mask", "position_ids", "cache_position", "use_cache")
 """Arguments of the model that follow from the length of the cache here."""
 SEED_ALIKE = "the ranks of a sequence draw the same tokens only if they are seeded alike"
@@ -88,7 +88,7 @@ class ShardedCache(DynamicCache):
             layer = self.by_module[module] = KeyValueCache(self.sp)
             layer.keep(k, v, self.new)
             return self.sp.attention(q, k, v, **options)
-        for name in ("causal", "dropout_p", "name", "seqlen", "cu_seqlens"):
+        for name in ("causal", "dropout_p", "name", "seqlen"):
             options.pop(name, None)
         return self.by_module[module].attention(q, k, v, **options)
 

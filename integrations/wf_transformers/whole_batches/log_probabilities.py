@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from wf_backends._compile import eager
-from wf_transformers.calls import by_name
+from wf_transformers.calls import LOGITS_TO_KEEP, by_name
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost, transformers_class
 from wf_transformers.replace import temporarily_replace
@@ -47,7 +47,6 @@ CALLERS = ("concatenated_forward", "get_batch_logps", "_get_per_token_logps")
 """Methods of trainers that call it: of DPO, of CPO, ORPO and KTO, and of GRPO."""
 COUNTS_VALID_TOKENS = ("OPTLearnedPositionalEmbedding",)
 """Modules that give positions to valid tokens only. Without position_ids others count padding."""
-LOGITS_TO_KEEP = ("logits_to_keep", "num_logits_to_keep")
 
 
 def makes_log_probabilities(trainer: Any) -> bool:
