@@ -146,7 +146,17 @@ class Handle:
             dataset: map-style.
             batch_size: samples per sequence-parallel group.
             options: passed to torch's DataLoader (collate_fn, drop_last, num_workers, ...).
+
+        Raises:
+            ValueError: for a dataset that is not map-style, and a sampler of the caller's own.
         """
+        refused = [name for name in ("sampler", "batch_sampler") if name in options]
+        if refused or not hasattr(dataset, "__len__"):
+            problem = f"{refused[0]}= is chosen" if refused else "only map-style datasets are taken"
+            raise ValueError(
+                f"{problem} here: build a DataLoader that gives part data_parallel_rank of "
+                "data_parallel_size, and cut its batches by shard_batch"
+            )
         sampler: DistributedSampler[Any] = DistributedSampler(
             dataset, self.data_parallel_size, self.data_parallel_rank, shuffle=shuffle, seed=seed
         )

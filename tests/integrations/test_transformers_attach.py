@@ -181,3 +181,19 @@ def test_the_meaning_of_labels_follows_from_the_class(
 ) -> None:
     model = model_class(build(family, "sdpa", {}).config)
     assert wf_transformers.head_of(nn.ModuleList([model])) == head
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        ([1, 2], {"sampler": [1, 0]}, "sampler= is chosen here.*data_parallel_rank"),
+        ([1, 2], {"batch_sampler": [[1], [0]]}, "batch_sampler= is chosen here"),
+        (iter([1, 2]), {}, "only map-style datasets"),
+    ],
+)
+def test_a_loader_that_ranks_of_a_sequence_could_not_share_is_refused(
+    dataset: Any, options: dict[str, Any], message: str
+) -> None:
+    sp, model = SequenceParallel(SequenceParallelConfig()), build("llama", "sdpa", {})
+    with wf_transformers.attach(model, sp) as handle, pytest.raises(ValueError, match=message):
+        handle.prepare_dataloader(dataset, 1, **options)
