@@ -102,8 +102,9 @@ def uses_registry(model: PreTrainedModel) -> bool:
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Refuse PEFT's prompt and prefix tuning, which put tokens in front of the sequence, and
-    AdaLoRA, which adds a penalty to the loss that the model inside computes: here it is None.
+    """Refuse PEFT's prompt and prefix tuning, which put tokens in front of the sequence, AdaLoRA,
+    which adds a penalty to the loss that the model inside computes: here it is None, and activated
+    LoRA, which looks for tokens of a prompt among those of its own rank.
 
     Raises:
         NotImplementedError: naming the PEFT type.
@@ -114,6 +115,11 @@ def refuse_adapters(model: nn.Module) -> None:
             peft_type = getattr(config.peft_type, "value", config.peft_type)
             if peft_type == "ADALORA":
                 raise NotImplementedError("PEFT's ADALORA: its penalty would be lost; take LoRA")
+            if getattr(config, "alora_invocation_tokens", None):
+                raise NotImplementedError(
+                    "PEFT's alora_invocation_tokens: an activated LoRA acts from these tokens on, "
+                    "and other ranks do not see them; leave them out"
+                )
             if getattr(config, "is_prompt_learning", False):
                 raise NotImplementedError(
                     f"PEFT's {peft_type}: its virtual tokens would stand before every rank's part "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -332,6 +333,14 @@ def test_virtual_tokens_are_refused(config_class: str) -> None:
 def test_adalora_whose_penalty_would_be_lost_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="PEFT's ADALORA: its penalty"):
         attach_peft("AdaLoraConfig", total_step=10)
+
+
+def test_activated_lora_is_refused() -> None:
+    config_class = pytest.importorskip("peft", exc_type=ImportError).LoraConfig
+    if "alora_invocation_tokens" not in signature(config_class).parameters:
+        pytest.skip("this PEFT has no activated LoRA")
+    with pytest.raises(NotImplementedError, match="PEFT's alora_invocation_tokens"):
+        attach_peft("LoraConfig", alora_invocation_tokens=[5, 6])
 
 
 def test_lora_is_accepted() -> None:
