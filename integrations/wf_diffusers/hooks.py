@@ -12,9 +12,10 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 
 from wf_backends import SequenceParallel
+from wf_backends._compile import eager
 from wf_backends.runtime import gather_shards, move, positions, take_shard
 from wf_backends.schedule import Layout, make_layout, size
 from wf_diffusers.attention import Attention, take_over
@@ -48,6 +49,7 @@ class TransformerHooks:
             *(module.register_forward_hook(self._gather) for module in gathered),
         )
 
+    @eager
     def _before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
         """Check the arguments of a call of the model (supported, and the same on every rank), and
         take the padding off its text."""
@@ -56,7 +58,7 @@ class TransformerHooks:
         if self.sp.size > 1:
             _refuse(model, arguments, self.family)
             with self.handle.advising():
-                self.sp.check_same(arguments)
+                self.sp.check_same(_leaves(arguments))
         for mask, text in self.family.text_masks:
             _take_off_padding(arguments, mask, text)
         return (), arguments
@@ -65,6 +67,7 @@ class TransformerHooks:
         """Register a hook that cuts arguments of `module`; return the hook's torch handle."""
         names = parameter_names(module)
 
+        @eager
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
             arguments = by_name(names, args, kwargs)
             value = _get_argument(arguments, cut.streams[-1][0])
@@ -97,6 +100,7 @@ class TransformerHooks:
             )
         return layouts[-len(cut.streams) :]
 
+    @eager
     def _gather(self, _: nn.Module, __: Any, rows: Tensor) -> Tensor:
         if not self._layout:
             raise NotImplementedError(
@@ -104,6 +108,15 @@ class TransformerHooks:
                 "do not skip it"
             )
         return gather_rows(self.sp, self._layout, 1, rows)
+
+
+def _leaves(arguments: Arguments) -> Arguments:
+    """The arguments, and what is in lists and tuples, by name ("x[0]")."""
+    return {
+        f"{name}{keystr(path)}": leaf
+        for name, value in arguments.items()
+        for path, leaf in tree_flatten_with_path(value)[0]
+    }
 
 
 def _is_for_all_tokens(value: Any, dim: int) -> bool:

@@ -222,6 +222,22 @@ def test_an_argument_that_is_not_of_tokens_changes_nothing(
         assert_close(sample, expected, "sample")
 
 
+def run_compiled_sample(comm: Any) -> None:
+    """A forward of HunyuanVideo under torch.compile equals one without."""
+    model, kwargs = build("hunyuan_video")
+    kwargs = {key: x.float() if x.is_floating_point() else x for key, x in kwargs.items()}
+    expected = model.float()(**kwargs).sample
+    wf_diffusers.attach(model, sequence_parallel(comm))
+    model.compile(backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(model(**kwargs).sample, expected)
+
+
+@pytest.mark.processes
+def test_a_compiled_model_gives_the_sample_of_one_device() -> None:
+    run_processes(2, run_compiled_sample)
+
+
 def run_script_of_docs(_: Any) -> None:
     page = "docs/diffusers.md"
     (script,) = [block.text for block in blocks("python") if block.page == page]

@@ -119,6 +119,14 @@ def test_noise_that_differs_between_ranks_is_refused_with_advice() -> None:
         assert "draw the same noise" in error.__notes__[0]
 
 
+def test_rotary_embeddings_that_differ_between_ranks_are_refused() -> None:
+    models = [build("cogvideox") for _ in range(2)]
+    for rank, (_, kwargs) in enumerate(models):
+        cos, sin = kwargs["image_rotary_emb"]
+        kwargs["image_rotary_emb"] = (cos, sin + rank)
+    assert_call_is_refused(models, ValueError, r"image_rotary_emb\[1\]")
+
+
 def test_a_model_of_an_unknown_class_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="Linear is none of the models .* Flux"):
         wf_diffusers.attach(torch.nn.Linear(2, 2), one_rank())
