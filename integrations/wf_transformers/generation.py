@@ -38,6 +38,7 @@ RECOMPUTED = ("attention_mask", "position_ids", "cache_position", "use_cache")
 """Arguments of the model that follow from the length of the cache here."""
 SEED_ALIKE = "the ranks of a sequence draw the same tokens only if they are seeded alike"
 CALLED_TWICE = "is called twice or not at all in a forward, and cannot generate over ranks"
+OF_PROMPTS = ("causal", "dropout_p", "seqlen")  # options of attention that new tokens do not need
 NOT_CACHED = ("kv_up", "position_bias")  # options of attention
 
 
@@ -46,11 +47,14 @@ class ShardedCache(DynamicCache):
 
     Attributes:
         length: tokens of all ranks, before the running forward.
+        new: tokens of the running forward.
+        starts: for each sample the tokens of padding on its left.
     """
 
     def __init__(self, sp: SequenceParallel) -> None:
         super().__init__()
         self.sp, self.length, self.new = sp, 0, 0
+        self.starts: list[int] = []
         self.by_module: dict[nn.Module, KeyValueCache] = {}
 
     @property
@@ -62,35 +66,35 @@ class ShardedCache(DynamicCache):
         """Return the new keys and values alone: `attention` adds them."""
         return key_states, value_states
 
+    def keep(self, module: nn.Module, k: Tensor, v: Tensor, **options: Any) -> None:
+        """Keep this rank's rows of a prompt, for a layer whose call has these options.
+
+        Args:
+            k, v: (b, s, g, d).
+
+        Raises:
+            NotImplementedError: for layers that are not causal, and options that are not cached.
+        """
+        name, lacking = type(module).__name__, [name for name in NOT_CACHED if name in options]
+        if lacking or not options.get("causal"):
+            what = ", ".join(lacking) or "a mask other than a causal one"
+            raise NotImplementedError(f"{name} asks for {what}, which generation over ranks lacks")
+        if module in self.by_module:
+            raise NotImplementedError(f"{name} {CALLED_TWICE}")
+        layer = self.by_module[module] = KeyValueCache(self.sp)
+        layer.keep(k, v, self.new)
+
     def attention(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any
     ) -> Tensor:
         """Exact attention of a layer's new tokens over all tokens so far.
 
         Args:
-            q: (b, s, h, d), k, v: (b, s, g, d): this rank's rows of a prompt if the cache is empty,
-                else all new tokens.
-            options: those of `SequenceParallel.attention`.
-
-        Raises:
-            NotImplementedError: for layers that are not causal, and options that are not cached.
+            q: (b, n, h, d), k, v: (b, n, g, d).
+            options: those of `SequenceParallel.attention` in a forward of the model.
         """
-        options = {name: value for name, value in options.items() if value is not None}
-        lacking = [name for name in NOT_CACHED if name in options]
-        if lacking or not options["causal"] or "masks" in options:
-            what = ", ".join(lacking) or "a mask other than a causal one"
-            raise NotImplementedError(
-                f"{options['name']} asks for {what}, which generation over ranks lacks"
-            )
-        if self.length == 0:
-            if module in self.by_module:
-                raise NotImplementedError(f"{options['name']} {CALLED_TWICE}")
-            layer = self.by_module[module] = KeyValueCache(self.sp)
-            layer.keep(k, v, self.new)
-            return self.sp.attention(q, k, v, **options)
-        for name in ("causal", "dropout_p", "name", "seqlen"):
-            options.pop(name, None)
-        return self.by_module[module].attention(q, k, v, **options)
+        own = {name: x for name, x in options.items() if name not in OF_PROMPTS}
+        return self.by_module[module].attention(q, k, v, **own, starts=self.starts)
 
     def end_forward(self) -> None:
         """Count the new tokens.
@@ -115,6 +119,7 @@ class ShardedCache(DynamicCache):
         return self.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.starts = [self.starts[i] for i in beam_idx.tolist()]
         for layer in self.by_module.values():
             layer.take_samples(beam_idx)
 
@@ -122,6 +127,7 @@ class ShardedCache(DynamicCache):
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self.starts = [start for start in self.starts for _ in range(repeats)]
         for layer in self.by_module.values():
             layer.repeat_samples(repeats)
 
@@ -143,7 +149,8 @@ def generate(
 
     Args:
         model: attached by `handle`, in evaluation mode.
-        inputs: ids (b, S) without padding, the same on every rank of a sequence.
+        inputs: ids (b, S), the same on every rank of a sequence. Padding on the left is hidden by
+            attention_mask= (b, S), as for transformers.
         cache: that of an earlier call, whose tokens `inputs` begin with; None = a new one.
         options: as those of transformers' `generate`. To sample, seed the ranks alike.
 
@@ -153,7 +160,8 @@ def generate(
     Raises:
         ValueError: for a model in training mode or that takes whole batches, for inputs or drawn
             tokens that differ between ranks, and for options that cannot be right on several ranks.
-        NotImplementedError: for padding, and models other than decoders of attention alone.
+        NotImplementedError: for padding on the right, and models other than decoders of attention
+            alone.
     """
     _refuse_model(model, handle)
     _refuse_options(options)
@@ -210,6 +218,23 @@ def _check_same(handle: Handle, tokens: Tensor) -> None:
         raise
 
 
+def _starts(mask: Any, num_samples: int) -> list[int]:
+    """For each sample the tokens of padding on the left, by an attention_mask (b, S) or None.
+
+    Raises:
+        NotImplementedError: for a mask that hides anything else.
+    """
+    if mask is None:
+        return [0] * num_samples
+    is_padding = isinstance(mask, Tensor) and mask.dim() == 2
+    if not is_padding or not bool(((mask[:, 1:] != 0) >= (mask[:, :-1] != 0)).all()):
+        raise NotImplementedError(
+            f"attention_mask {tuple(mask.shape)} hides more than padding on the left, which "
+            "generation over ranks lacks"
+        )
+    return (mask == 0).sum(dim=1).tolist()
+
+
 class _Forwards:
     """Hooks around the forwards of one generation.
 
@@ -244,25 +269,24 @@ class _Forwards:
         tokens = tokens_of(arguments)
         assert tokens is not None, "generate calls the model with tokens"
         cache.new = tokens.shape[1]
-        self._check_mask(arguments.get("attention_mask"))
-        _check_same(self.handle, tokens)
         stop = cache.length + cache.new
-        positions = torch.arange(cache.length, stop, device=tokens.device).expand(len(tokens), -1)
+        if cache.length == 0:
+            cache.starts = _starts(arguments.get("attention_mask"), len(tokens))
+        _check_same(self.handle, tokens)
+        first = torch.tensor(cache.starts, device=tokens.device)[:, None]
+        positions = torch.arange(cache.length, stop, device=tokens.device) - first
         arguments = {name: x for name, x in arguments.items() if name not in RECOMPUTED}
-        rows = {k: x for k, x in arguments.items() if has_row_per_token(k, x, cache.new)}
-        rows["position_ids"] = positions
+        rows: dict[str, Any] = {
+            k: x for k, x in arguments.items() if has_row_per_token(k, x, cache.new)
+        }
+        rows["position_ids"] = positions.clamp(min=0)
         if cache.length == 0:
             rows = {name: self.handle.sp.shard(x) for name, x in rows.items()}
             arguments |= self._logits_to_keep(arguments)
+            if any(cache.starts):  # padding is a document of its own
+                rows["cu_seqlens"] = tuple((0, x, stop) if x else (0, stop) for x in cache.starts)
         ours = forward_kwargs(model, rows) | {"use_cache": True, self.key: cache}
         return (), arguments | ours
-
-    def _check_mask(self, mask: Any) -> None:
-        if isinstance(mask, Tensor) and not bool((mask.dim() == 2) & (mask != 0).all()):
-            raise NotImplementedError(
-                f"attention_mask {tuple(mask.shape)} hides tokens: generation over ranks takes "
-                "samples of one length, without padding; generate for each length on its own"
-            )
 
     def _logits_to_keep(self, arguments: Mapping[str, Any]) -> dict[str, int]:
         """The argument for this rank's rows among the last tokens whose logits are wanted."""

@@ -80,6 +80,25 @@ def test_new_tokens_get_the_attention_of_one_device(
         assert (out - expected(options)[:, PROMPT:]).abs().max() < TOLERANCE
 
 
+def decode_padded(comm: Communicator, starts: tuple[int, int]) -> Tensor:
+    sp, (q, k, v) = make_sp(comm), draw()
+    cache, new = filled(sp, q, k, v), slice(PROMPT, PROMPT + 2)
+    return cache.attention(q[:, new], k[:, new], v[:, new], window_size=(15, -1), starts=starts)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_new_tokens_do_not_see_padding_on_the_left(ranks: int):
+    starts = (0, 9)
+    rows = [x[:, : PROMPT + 2] for x in draw()]
+    samples = [
+        dense_attention(*(x[i : i + 1, start:] for x in rows), make_mask(True, (15, -1)), DIM**-0.5)
+        for i, start in enumerate(starts)
+    ]
+    expected = torch.cat([out[:, -2:] for out in samples])
+    for out in run_threads(ranks, decode_padded, starts):
+        assert (out - expected).abs().max() < TOLERANCE
+
+
 def test_all_ranks_get_equal_bits():
     first, *others = [out for out, _ in run_threads(4, decode, "zigzag", {})]
     assert all(torch.equal(first, out) for out in others)

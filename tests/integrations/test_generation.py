@@ -94,6 +94,22 @@ def test_tokens_and_logits_of_a_family_are_those_of_one_process(name: str, size:
             torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "opt", "bloom", "gpt_oss", "mixtral"])
+def test_samples_with_padding_on_the_left_get_the_tokens_of_one_process(name: str, beams: int):
+    family = Family("LlamaForCausalLM", "LlamaConfig", LLAMA)
+    if name in FAMILIES:
+        _skip_without_cache(name)
+        family = FAMILIES[name]
+    ids, mask = prompts(3), torch.ones(3, PROMPT, dtype=torch.int64)
+    for sample, start in enumerate((0, 4, 9)):
+        ids[sample, :start], mask[sample, :start] = 0, 0
+    options = {"attention_mask": mask, "num_beams": beams}
+    expected = alone(build(family, family.reference).eval(), ids, **options)
+    for tokens in on_ranks(3, lambda: build(family), ids, **options):
+        assert torch.equal(tokens, expected)
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_way_of_decoding_gives_the_tokens_of_one_process(mode: str, layout: str):
@@ -187,7 +203,7 @@ def refusal(make: Callable[[], Any], ids: Tensor, **options: Any) -> str:
         ({"past_key_values": ()}, "a ShardedCache"),
         ({"pixel_values": 1}, "takes tokens only"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
-        ({"attention_mask": torch.tensor([[0] + [1] * (PROMPT - 1)] * 2)}, "without padding"),
+        ({"attention_mask": torch.tensor([[1] * (PROMPT - 1) + [0]] * 2)}, "padding on the left"),
     ],
 )
 def test_options_that_ranks_cannot_follow_are_refused(options: dict[str, Any], message: str):

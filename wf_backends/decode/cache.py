@@ -14,6 +14,7 @@ queries and keys, e of values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
@@ -102,12 +103,15 @@ class KeyValueCache(Shared):
         softcap: float = 0.0,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
+        starts: Sequence[int] | None = None,
     ) -> Tensor:
         """Add new tokens, and return their causal attention over all tokens so far; no gradient.
 
         Args:
             q: (b, n, h, d), k: (b, n, g, d), v: (b, n, g, e), the same on every rank.
             window_size, softmax_scale, softcap, alibi_slopes, sinks: as in `sp.attention`.
+            starts: for each sample the first token that is seen, where samples have padding on
+                their left; None = 0 for all.
 
         Returns:
             (b, n, h, e), q's dtype, the same on every rank.
@@ -119,8 +123,14 @@ class KeyValueCache(Shared):
         with self._consistency:  # an error in this block is raised on all ranks
             check_tensors(q, k, v)
             softmax = make_softmax(q, softmax_scale, softcap, alibi_slopes, sinks)
-            mask = make_mask(causal=True, window_size=window_size)
+            plain_mask = make_mask(causal=True, window_size=window_size)
             self._check_fit(k, v)
+            stop = self.length + q.shape[1]
+            masks = [(slice(None), plain_mask)]
+            if starts is not None and any(starts):
+                borders = [(0, start, stop) if start else (0, stop) for start in starts]
+                by_sample = [replace(plain_mask, cu_seqlens=c) for c in borders]
+                masks = [(slice(i, i + 1), mask) for i, mask in enumerate(by_sample)]
         compared = {
             "shapes of new tokens": fingerprint((q.shape, k.shape, v.shape, q.dtype)),
             "options": fingerprint((softmax.options, window_size)),
@@ -128,10 +138,10 @@ class KeyValueCache(Shared):
         if compared != self._compared:  # an exchange takes as long as the merge
             self._consistency.check(compared, {}, q)
             self._compared = compared
-        start, stop = self.length, self.length + q.shape[1]
+        rows = ((self.length, stop),)
         self._append(k, v)
         kernel = _kernel(self._sp.config.kernel, softmax.scores, q, k, v)
-        out, lse = self._over_own_keys(kernel, softmax.scores, ((start, stop),), mask, q, v)
+        out, lse = self._over_own_keys(kernel, softmax.scores, rows, masks, q, v)
         out, lse = merged(self._sp.comm, out, lse)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
@@ -180,17 +190,29 @@ class KeyValueCache(Shared):
             self._kv = torch.cat((self._kv, fuse(k, v)))
 
     def _over_own_keys(
-        self, kernel: Kernel, scores: Scores, rows: Ranges, mask: Mask, q: Tensor, v: Tensor
+        self,
+        kernel: Kernel,
+        scores: Scores,
+        rows: Ranges,
+        masks: Sequence[tuple[slice, Mask]],
+        q: Tensor,
+        v: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """(out (n, b, h, e), lse (n, b, h)) of new tokens at `rows` over this rank's keys."""
+        """(out (n, b, h, e), lse (n, b, h)) of new tokens at `rows` over this rank's keys.
+
+        Args:
+            masks: (samples, their mask); all samples together.
+        """
         assert self._kv is not None
         queries, dtype = q.transpose(0, 1), accumulator_dtype(q.dtype)
         out = q.new_zeros((*queries.shape[:-1], v.shape[-1]), dtype=dtype)
         lse = q.new_full(queries.shape[:-1], -inf, dtype=dtype)
-        compute = ForwardTiles(kernel, scores, q.shape[-1])
         held = rows, self._layout[self._sp.rank]
-        for tile in tiles(*held, mask):
-            compute(replace(tile, held=held), (queries,), (self._kv,), (out, lse), ())
+        for samples, mask in masks:
+            q_rows, keys, *results = (x[:, samples] for x in (queries, self._kv, out, lse))
+            compute = ForwardTiles(kernel, scores, q.shape[-1])
+            for tile in tiles(*held, mask):
+                compute(replace(tile, held=held), (q_rows,), (keys,), tuple(results), ())
         return out, lse
 
 

@@ -176,8 +176,10 @@ class Attention(Shared):
         name = self._layer_names.get(module)
         if name is None:
             name = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}"
+        if self.cache is not None and self.cache.length:
+            return self.cache.attention(module, q, k, v, **options)
         if self.cache is not None:
-            return self.cache.attention(module, q, k, v, **options, masks=masks, name=name)
+            self.cache.keep(module, k, v, **options)
         if masks is None:
             return self.sp.attention(q, k, v, **options, name=name)
         samples = zip(*(x.split(1) for x in (q, k, v)), masks, strict=True)
