@@ -165,7 +165,7 @@ class TestModels:
 
         message = r"Counting cannot be captured: unhashable .*, in forward: return x \* len\(set"
         with pytest.raises(ValueError, match=message):
-            autochunk(Counting(), (torch.randn(8, 8),))
+            autochunk(Counting().eval(), (torch.randn(8, 8),))
 
     @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
     def test_number_of_rows_that_depends_on_values(self, training: bool) -> None:
@@ -201,7 +201,7 @@ class TestModels:
                 return x * self.calls
 
         with pytest.raises(ValueError, match="Counting changes b_calls in its forward"):
-            autochunk(Counting(), (torch.randn(8, 8),))
+            autochunk(Counting().eval(), (torch.randn(8, 8),))
 
     def test_buffer_that_is_an_operators_out_argument(self) -> None:
         class Keeping(nn.Module):
@@ -213,7 +213,7 @@ class TestModels:
                 return torch.add(x, x, out=self.sums).relu()
 
         with pytest.raises(ValueError, match="Keeping changes b_sums in its forward"):
-            autochunk(Keeping(), (torch.randn(8, 4),), max_memory=0.5)
+            autochunk(Keeping().eval(), (torch.randn(8, 4),), max_memory=0.5)
 
     @pytest.mark.parametrize("transform", ["vmap", "jvp"])
     def test_transform_of_torch_func(self, transform: str) -> None:

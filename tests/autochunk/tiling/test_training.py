@@ -199,6 +199,26 @@ def test_module_with_a_number_that_happens_to_be_that_of_its_rows_is_planned() -
     assert "mlp.1" in planned_modules(plan_of(model, max_slowdown=1.0))
 
 
+class Normed(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.norm(x[0])
+
+
+def test_model_with_a_batch_norm_is_planned_and_keeps_its_statistics() -> None:
+    """Its own code runs, so that the buffers change once in a step, and in no planning."""
+    model = build_decoder()
+    model.mlp[1] = Normed()
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    plan = plan_of(model, max_slowdown=1.0)
+    assert planned_modules(plan) == ["head", "mlp.0"]
+    assert ("Normed", "changes its buffers") in plan.refused
+    assert all(map(torch.equal, model.buffers(), buffers))
+
+
 class AtLeast100Rows(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[1] < 100:

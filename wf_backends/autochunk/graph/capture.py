@@ -41,7 +41,7 @@ from wf_backends.autochunk.graph.inputs import (
     separated_from_weights,
 )
 from wf_backends.autochunk.graph.packing import skipped_packing_check
-from wf_backends.autochunk.slicing import split_group_norms, view_base, written
+from wf_backends.autochunk.slicing import changed, split_group_norms
 
 aten = torch.ops.aten
 _BY_SHAPE = {
@@ -105,7 +105,8 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     """The graph of ``model.forward(*args, **kwargs)`` without gradients.
 
     It has no hooks of the model itself, which run around every call anyway. Raises `CaptureError`
-    if the model's code depends on the values of tensors, or changes its own buffers.
+    if the model's code depends on the values of tensors, or changes its own buffers (which in
+    training it may).
     """
     try:
         refuse_hooks(model)
@@ -132,7 +133,7 @@ def _refuse_values_and_writes(
     graph: fx.Graph, model: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> None:
     """Raises `CaptureError` for results that depend on values, for transforms of torch.func, and
-    for writes to weights or inputs."""
+    for writes to weights or inputs; in training not for writes to buffers."""
     class_name = type(model).__name__
     for node in graph.nodes:
         what = ""
@@ -143,11 +144,12 @@ def _refuse_values_and_writes(
         if what:
             where = module_path(node) or "the model itself"
             raise CaptureError(f"{class_name} cannot be captured: {what}, in {where}")
-    bases = (_base(value) for node in graph.nodes for value in written(node))
-    changed = {base.name for base in bases if base.op == "placeholder"}
-    if changed:
+    names = {base.name for base in changed(graph.nodes) if base.op == "placeholder"}
+    if model.training:  # the model's own code runs, which changes its buffers
+        names = {name for name in names if not name.startswith("b_")}
+    if names:
         argument_names = names_of_leaves(model, args, kwargs)
-        names = ", ".join(sorted({argument_names.get(name, name) for name in changed}))
+        names = ", ".join(sorted({argument_names.get(name, name) for name in names}))
         raise CaptureError(f"{class_name} changes {names} in its forward")
 
 
@@ -232,13 +234,6 @@ def nbytes(node: fx.Node) -> int:
 def layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Any, Any]:
     """Shape, strides, dtype and device."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
-
-
-def _base(value: fx.Node) -> fx.Node:
-    """The node of whose memory `value` is a view; `value` itself if it is no view."""
-    while base := view_base(value):
-        value = base
-    return value
 
 
 def module_path(node: fx.Node) -> str:

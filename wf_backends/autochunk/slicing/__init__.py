@@ -17,6 +17,7 @@ from wf_backends.autochunk.slicing.flow import (
 from wf_backends.autochunk.slicing.group_norm import join_group_norms, split_group_norms
 from wf_backends.autochunk.slicing.rules import (
     Source,
+    changed,
     emit,
     rule_of,
     sources,
@@ -34,6 +35,7 @@ __all__ = [
     "SlicedOperator",
     "Source",
     "Value",
+    "changed",
     "emit",
     "is_interleaved",
     "join_group_norms",

@@ -210,3 +210,13 @@ def view_base(node: fx.Node) -> fx.Node | None:
     else:
         alias = target is operator.getitem
     return base if alias and isinstance(base, fx.Node) else None
+
+
+def changed(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes whose memory some of these operators write: no views."""
+    bases = set[fx.Node]()
+    for value in (value for node in nodes for value in written(node)):
+        while base := view_base(value):
+            value = base
+        bases.add(value)
+    return bases

@@ -16,10 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wf_backends.autochunk.graph import CaptureError, experts_as_operators, fake_run, reason
+from wf_backends.autochunk.graph import (
+    CaptureError,
+    experts_as_operators,
+    fake_run,
+    named_weights,
+    reason,
+)
 from wf_backends.autochunk.tiling.tiled_call import CallInTiles, Original, TiledCall
 from wf_backends.autochunk.tiling.tiles import Tiles
 
@@ -41,6 +48,9 @@ def refuse_row_counts(
         return
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     args, kwargs = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
+    weights = {n: w for n, w in named_weights(model) if not isinstance(w, nn.Parameter)}
+    # The model may change its buffers.
+    buffers: dict[str, Tensor] = {name: mode.from_tensor(x) for name, x in weights.items()}
     with ExitStack() as stack:
         stack.enter_context(experts_as_operators(model))  # their numbers of tokens are no reason
         for spec in tiles:
@@ -51,7 +61,7 @@ def refuse_row_counts(
                 stack.callback(hook.remove)
         try:
             with torch.no_grad(), fake_run(model, mode, ()):
-                model(*args, **kwargs)
+                functional_call(model, buffers, args, dict(kwargs), tie_weights=False)
         except CaptureError:
             raise
         except Exception as error:  # a module may raise any where it gets only some rows

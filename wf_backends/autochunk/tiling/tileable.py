@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from wf_backends.autochunk.graph import Captured, Effects, Weight, nbytes, tensors
-from wf_backends.autochunk.slicing import Experts, sources
+from wf_backends.autochunk.slicing import Experts, changed, sources
 from wf_backends.autochunk.tiling.tiled_loss import LOSS, loss_name
 
 aten = torch.ops.aten
@@ -110,6 +110,8 @@ def _candidate(
         inner_bytes = sum(nbytes(n) for n in nodes if not _is_view(n) and n not in results)
         inner_bytes += sum(effects.of(n).temporary for n in nodes if _is_experts(n))
         candidate = replace(candidate, inner_bytes=inner_bytes)
+        if not changed(nodes).isdisjoint(weights):
+            raise _NotTileableError("changes its buffers")
         _refuse_foreign_weights(module, [weights[n] for n in reads if n in weights])
         weight_nodes = set(weights) | _from_weights(weights, nodes)
         dim = _tile_dim(nodes, inputs, results, weight_nodes)
