@@ -78,6 +78,11 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
         model_from_folder(tmp_path)
 
 
+def test_name_of_a_hub_in_place_of_a_folder_is_refused() -> None:
+    with pytest.raises(ValueError, match="meta-llama/Llama-2-7b is no folder: download the model"):
+        model_from_folder("meta-llama/Llama-2-7b")
+
+
 def test_a_folder_with_the_weights_of_another_model_is_refused(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)  # type: ignore[operator]
     make_model("gpt2").config.save_pretrained(tmp_path)  # type: ignore[union-attr, operator]

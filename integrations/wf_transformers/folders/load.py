@@ -93,6 +93,8 @@ def _load(
 
 def _weight_files(folder: Path) -> list[Path]:
     """The files that transformers would read; the folder may have others from earlier saves."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: download the model, and give the path to it")
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if (single := folder / SAFE_WEIGHTS_NAME).exists():
         return [single]
