@@ -67,7 +67,7 @@ class Attention(Shared):
         self.logits_are_whole = False
         """Whether labels and logits of the running call are those of all ranks (custom_loss.py)."""
         self.cache: Any = None
-        """The `ShardedCache` while a model generates (generation.py)."""
+        """The `ShardedCache` while a model generates (generation/)."""
         self.drops = True
         """Whether dropout is applied where a layer wants it."""
         self._check_mask = MaskCheck()

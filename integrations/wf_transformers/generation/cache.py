@@ -1,0 +1,111 @@
+"""transformers' cache of keys and values, on all ranks of a sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from wf_backends import SequenceParallel
+from wf_backends.decode import KeyValueCache
+
+CALLED_TWICE = "is called twice or not at all in a forward, and cannot generate over ranks"
+OF_PROMPTS = ("causal", "dropout_p", "seqlen")  # options of attention that new tokens do not need
+NOT_CACHED = ("kv_up", "position_bias")  # options of attention
+
+
+class ShardedCache(DynamicCache):
+    """transformers' cache of a model over the ranks of `sp`: each layer's `KeyValueCache`.
+
+    Attributes:
+        length: tokens of all ranks, before the running forward.
+        new: tokens of the running forward.
+        starts: for each sample the tokens of padding on its left.
+    """
+
+    def __init__(self, sp: SequenceParallel) -> None:
+        super().__init__()
+        self.sp, self.length, self.new = sp, 0, 0
+        self.starts: list[int] = []
+        self.by_module: dict[nn.Module, KeyValueCache] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on this rank."""
+        return sum(layer.nbytes for layer in self.by_module.values())
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
+        """Return the new keys and values alone: `attention` adds them."""
+        return key_states, value_states
+
+    def keep(self, module: nn.Module, k: Tensor, v: Tensor, **options: Any) -> None:
+        """Keep this rank's rows of a prompt, for a layer whose call has these options.
+
+        Args:
+            k, v: (b, s, g, d).
+
+        Raises:
+            NotImplementedError: for layers that are not causal, and options that are not cached.
+        """
+        name, lacking = type(module).__name__, [name for name in NOT_CACHED if name in options]
+        if lacking or not options.get("causal"):
+            what = ", ".join(lacking) or "a mask other than a causal one"
+            raise NotImplementedError(f"{name} asks for {what}, which generation over ranks lacks")
+        if module in self.by_module:
+            raise NotImplementedError(f"{name} {CALLED_TWICE}")
+        layer = self.by_module[module] = KeyValueCache(self.sp)
+        layer.keep(k, v, self.new)
+
+    def attention(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any
+    ) -> Tensor:
+        """Exact attention of a layer's new tokens over all tokens so far.
+
+        Args:
+            q: (b, n, h, d), k, v: (b, n, g, d).
+            options: those of `SequenceParallel.attention` in a forward of the model.
+        """
+        own = {name: x for name, x in options.items() if name not in OF_PROMPTS}
+        return self.by_module[module].attention(q, k, v, **own, starts=self.starts)
+
+    def end_forward(self) -> None:
+        """Count the new tokens.
+
+        Raises:
+            NotImplementedError: if not every layer has them once.
+        """
+        expected = self.length + self.new
+        lengths = {layer.length for layer in self.by_module.values()}
+        if lengths != {expected}:
+            raise NotImplementedError(
+                f"after {expected} tokens layers have {sorted(lengths)}: a layer {CALLED_TWICE}"
+            )
+        self.length = expected
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """transformers 5 asks whether layers are linear attention, by layer: none is."""
+        return [False]
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return self.length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.starts = [self.starts[i] for i in beam_idx.tolist()]
+        for layer in self.by_module.values():
+            layer.take_samples(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.starts = [start for start in self.starts for _ in range(repeats)]
+        for layer in self.by_module.values():
+            layer.repeat_samples(repeats)
+
+    def crop(self, max_length: int) -> None:
+        """Keep the first `max_length` tokens; if it is not positive, drop so many at the end."""
+        self.length = min(self.length, max_length + (self.length if max_length <= 0 else 0))
+        for layer in self.by_module.values():
+            layer.crop(self.length)

@@ -1,0 +1,88 @@
+"""What a user calls: `generate` for a model that is attached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from wf_transformers.batch import is_causal
+from wf_transformers.calls import CACHES, MEDIA, parameter_names
+from wf_transformers.families.mixing import mixers_in
+from wf_transformers.families.stacks import stacks_of
+from wf_transformers.generation.cache import ShardedCache
+from wf_transformers.generation.forwards import Forwards, check_same
+from wf_transformers.handle import Handle
+from wf_transformers.models import outermost
+
+
+def generate(
+    model: Any,
+    handle: Handle,
+    inputs: Tensor,
+    cache: ShardedCache | None = None,
+    **options: Any,
+) -> Any:
+    """`model.generate(inputs, **options)` with keys and values on all ranks of a sequence.
+
+    Args:
+        model: attached by `handle`, in evaluation mode.
+        inputs: ids (b, S), the same on every rank of a sequence. Padding on the left is hidden by
+            attention_mask= (b, S), as for transformers.
+        cache: that of an earlier call, whose tokens `inputs` begin with; None = a new one.
+        options: as those of transformers' `generate`. To sample, seed the ranks alike.
+
+    Returns:
+        What transformers' `generate` returns, the same on every rank.
+
+    Raises:
+        ValueError: for a model in training mode or that takes whole batches, for inputs or drawn
+            tokens that differ between ranks, and for options that cannot be right on several ranks.
+        NotImplementedError: for padding on the right, and models other than decoders of attention
+            alone.
+    """
+    _refuse_model(model, handle)
+    _refuse_options(options)
+    cache = ShardedCache(handle.sp) if cache is None else cache
+    (pretrained,) = outermost(model)
+    key = next(name for name in reversed(CACHES) if name in parameter_names(pretrained))
+    caching = {key: cache, "cache_implementation": None, "use_cache": True}
+    with Forwards(pretrained, handle, cache, key).hooked():
+        output = model.generate(inputs, **options | caching)
+        check_same(handle, output if isinstance(output, Tensor) else output.sequences)
+    return output
+
+
+def _refuse_model(model: Any, handle: Handle) -> None:
+    name = type(model).__name__
+    if handle.whole_batches:
+        raise ValueError(
+            f"{name} takes whole batches for training: generate with a model that "
+            "wf_transformers.attach alone has attached"
+        )
+    if model.training:
+        raise ValueError(f"{name} is in training mode, with dropout: call model.eval() first")
+    models = outermost(model)
+    mixes = len(models) != 1 or stacks_of(models[0]) or mixers_in(models[0])
+    if mixes or not is_causal(model):
+        raise NotImplementedError(
+            f"{name} cannot generate over ranks: only decoders whose tokens meet in causal "
+            "attention alone can; generate on one process, with a model that is not attached"
+        )
+
+
+def _refuse_options(options: Mapping[str, Any]) -> None:
+    config = options.get("generation_config")
+    given = {**(config.to_dict() if config is not None else {}), **options}
+    reasons = {
+        "max_time": "ranks would stop at different tokens; give max_new_tokens",
+        "cache_implementation": "the cache is the one over ranks; leave it out",
+        **dict.fromkeys(CACHES, "give it as cache=, and a ShardedCache"),
+        **dict.fromkeys(MEDIA, "generation over ranks takes tokens only"),
+    }
+    for name, reason in reasons.items():
+        if given.get(name) is not None:
+            raise ValueError(f"{name}={given[name]!r}: {reason}")
+    if given.get("use_cache") is False:
+        raise ValueError("use_cache=False: generation over ranks needs its cache; leave it out")

@@ -1,0 +1,134 @@
+"""The hooks around the forwards of one generation: the prompt is cut, new tokens are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wf_backends.runtime import gather_shards
+from wf_backends.schedule import intersect, make_layout, size
+from wf_transformers.batch import forward_kwargs
+from wf_transformers.calls import (
+    LOGITS_TO_KEEP,
+    by_name,
+    parameter_names,
+    refuse_partial_states,
+    tokens_of,
+)
+from wf_transformers.generation.cache import ShardedCache
+from wf_transformers.handle import Handle
+from wf_transformers.whole_batches.arguments import has_row_per_token
+
+RECOMPUTED = ("attention_mask", "position_ids", "cache_position", "use_cache")
+"""Arguments of the model that follow from the length of the cache here."""
+SEED_ALIKE = "the ranks of a sequence draw the same tokens only if they are seeded alike"
+
+
+class Forwards:
+    """Hooks around the forwards of one generation.
+
+    Args:
+        model: a Hugging Face model that `handle` has attached.
+        key: the parameter of the model that takes the cache.
+    """
+
+    def __init__(self, model: Any, handle: Handle, cache: ShardedCache, key: str) -> None:
+        self.model, self.handle, self.cache, self.key = model, handle, cache, key
+        self.names = parameter_names(model)
+        self.kept_logits = 0  # of the running forward over a prompt
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        hooks = (
+            self.model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
+            self.model.register_forward_hook(self._after),
+        )
+        attention = self.handle.attention
+        attention.cache = self.cache
+        try:
+            yield
+        finally:
+            attention.cache = None
+            for hook in hooks:
+                hook.remove()
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        arguments, cache = by_name(self.names, args, kwargs), self.cache
+        refuse_partial_states(model, arguments)
+        tokens = tokens_of(arguments)
+        assert tokens is not None, "generate calls the model with tokens"
+        cache.new = tokens.shape[1]
+        stop = cache.length + cache.new
+        if cache.length == 0:
+            cache.starts = _starts(arguments.get("attention_mask"), len(tokens))
+        check_same(self.handle, tokens)
+        first = torch.tensor(cache.starts, device=tokens.device)[:, None]
+        positions = torch.arange(cache.length, stop, device=tokens.device) - first
+        arguments = {name: x for name, x in arguments.items() if name not in RECOMPUTED}
+        rows: dict[str, Any] = {
+            k: x for k, x in arguments.items() if has_row_per_token(k, x, cache.new)
+        }
+        rows["position_ids"] = positions.clamp(min=0)
+        if cache.length == 0:
+            rows = {name: self.handle.sp.shard(x) for name, x in rows.items()}
+            arguments |= self._logits_to_keep(arguments)
+            if any(cache.starts):  # padding is a document of its own
+                rows["cu_seqlens"] = tuple((0, x, stop) if x else (0, stop) for x in cache.starts)
+        ours = forward_kwargs(model, rows) | {"use_cache": True, self.key: cache}
+        return (), arguments | ours
+
+    def _logits_to_keep(self, arguments: Mapping[str, Any]) -> dict[str, int]:
+        """The argument for this rank's rows among the last tokens whose logits are wanted."""
+        name = next((name for name in LOGITS_TO_KEEP if name in self.names), None)
+        wanted = arguments.get(name) or 0 if name else 0
+        if not isinstance(wanted, int):
+            raise NotImplementedError(f"{name} must be a number of tokens over ranks")
+        self.kept_logits = min(wanted, self.cache.new) or self.cache.new
+        return {name: max(1, size(self._last_tokens()[self.handle.sp.rank]))} if name else {}
+
+    def _last_tokens(self) -> list[Any]:
+        """The layout of the last tokens of the prompt, whose logits are wanted."""
+        sp, seqlen = self.handle.sp, self.cache.new
+        layout, first = make_layout(sp.config.layout, sp.size, seqlen), seqlen - self.kept_logits
+        last = [intersect(ranges, ((first, seqlen),)) for ranges in layout]
+        return [tuple((a - first, b - first) for a, b in ranges) for ranges in last]
+
+    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        is_prompt = self.cache.length == 0
+        self.cache.end_forward()
+        if not is_prompt:
+            return None
+        layout, comm = tuple(self._last_tokens()), self.handle.sp.comm
+        rows = output["logits"].shape[1]
+        local = output["logits"][:, rows - size(layout[comm.rank]) :]
+        return type(output)(**{**output, "logits": gather_shards(comm, layout, 1, local, "logits")})
+
+
+def _starts(mask: Any, num_samples: int) -> list[int]:
+    """For each sample the tokens of padding on the left, by an attention_mask (b, S) or None.
+
+    Raises:
+        NotImplementedError: for a mask that hides anything else.
+    """
+    if mask is None:
+        return [0] * num_samples
+    is_padding = isinstance(mask, Tensor) and mask.dim() == 2
+    if not is_padding or not bool(((mask[:, 1:] != 0) >= (mask[:, :-1] != 0)).all()):
+        raise NotImplementedError(
+            f"attention_mask {tuple(mask.shape)} hides more than padding on the left, which "
+            "generation over ranks lacks"
+        )
+    return (mask == 0).sum(dim=1).tolist()
+
+
+def check_same(handle: Handle, tokens: Tensor) -> None:
+    """Raise a ValueError on every rank if the ranks of a sequence have other tokens."""
+    try:
+        handle.sp.check_same({"tokens": tokens})
+    except ValueError as error:
+        error.add_note(SEED_ALIKE)
+        raise
