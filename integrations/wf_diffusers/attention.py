@@ -51,7 +51,8 @@ class Attention:
         if attn_mask is not None:
             raise NotImplementedError(
                 f"an attention mask {tuple(attn_mask.shape)} covers the whole sequence, and a rank "
-                "has only some of its rows: leave the mask out, and do not pad the text"
+                "has only some of its rows: leave the mask out, do not pad the text, and give "
+                "samples with texts of different lengths in calls of their own"
             )
         if is_causal:
             raise NotImplementedError(
