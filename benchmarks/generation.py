@@ -1,6 +1,6 @@
 """Generation over ranks beside transformers alone: bytes of the cache, seconds of a token.
 
-    torchrun --nproc-per-node 2 benchmarks/generation.py --tokens 8192
+    torchrun --nproc-per-node 2 benchmarks/generation.py
 
 A random Llama in float32 on CPUs, greedy. "alone" is transformers' own generate on rank 0, while
 the others wait. Each process computes in one thread. A later token's time is the median of all
@@ -82,7 +82,7 @@ def measure(generate: Callable[[Clock], tuple[Any, int]], repeats: int) -> tuple
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8192, 32768])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8192, 16384])
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
