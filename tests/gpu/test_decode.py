@@ -1,0 +1,74 @@
+"""New tokens on ranks that share one GPU: as exact as attention of one rank, and the same text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.ranks_on_gpu import DEVICE, GpuCase, attend_alone, masks, reference
+from tests.helpers import run_threads
+from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.comm import Communicator
+from wf_backends.decode import KeyValueCache
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+SEQLEN, NEW = 1072, 3
+MAX_ERROR_RATIO = 1.3  # of several ranks to one, as in test_ranks.py
+CASES = {
+    "bfloat16": GpuCase(SEQLEN, "causal"),
+    "float32": GpuCase(SEQLEN, "causal", torch.float32),
+    "window": GpuCase(SEQLEN, "window"),
+    "softcap": GpuCase(SEQLEN, "causal", softcap=5.0),
+    "alibi": GpuCase(SEQLEN, "causal", alibi=True),
+    "sinks": GpuCase(SEQLEN, "causal", sinks=True),
+}
+
+
+def new_tokens(comm: Communicator, case: GpuCase) -> Tensor:
+    """(b, NEW, h, d): the last tokens one by one, after a prompt of all others."""
+    config = {"sequence_parallel_size": comm.size, "route": "ring", "kernel": case.kernel}
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(config), comm)
+    q, k, v, _ = case.tensors()
+    prompt, cache = SEQLEN - NEW, KeyValueCache(sp)
+    cache.keep(sp.shard(k[:, :prompt]), sp.shard(v[:, :prompt]), prompt)
+    window = masks(SEQLEN)[case.mask].get("window_size", (-1, -1))
+    options = case.options() | {"window_size": window}
+    tokens = [[x[:, i : i + 1] for x in (q, k, v)] for i in range(prompt, SEQLEN)]
+    return torch.cat([cache.attention(*qkv, **options) for qkv in tokens], dim=1)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_new_tokens_are_as_exact_as_one_rank(ranks: int, case: GpuCase):
+    expected = reference(case)[0][:, -NEW:]
+
+    def error(out: Tensor) -> float:
+        return float((out[:, -NEW:].double() - expected).norm() / expected.norm())
+
+    one_rank = error(run_threads(1, attend_alone, case)[0][0])
+    for out in run_threads(ranks, new_tokens, case):
+        assert error(out) <= MAX_ERROR_RATIO * one_rank
+
+
+def test_a_llama_on_two_ranks_generates_the_tokens_of_one_process():
+    pytest.importorskip("transformers")
+    import wf_transformers
+    from tests.integrations.families import Family, build
+    from tests.integrations.transformers_models import LLAMA, VOCAB
+
+    family = Family("LlamaForCausalLM", "LlamaConfig", LLAMA)
+    models: list[Any] = [build(family).to(DEVICE).eval() for _ in range(3)]
+    ids = torch.randint(5, VOCAB, (2, 40), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = models[-1].generate(ids, **options)
+
+    def rank(comm: Communicator) -> Tensor:
+        model = models[comm.rank]
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=comm.size), comm)
+        with wf_transformers.attach(model, sp, verify=False) as handle:
+            return wf_transformers.generate(model, handle, ids, **options)
+
+    assert all(torch.equal(tokens, expected) for tokens in run_threads(2, rank))
