@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wf_backends.lowering.areas import band_area, mask_area, tile_area, unevenness, wasted_area
-from wf_backends.lowering.tiles import Tile, tiles
+from wf_backends.lowering.tiles import Tile, make_tiles
 from wf_backends.schedule.layout import make_layout
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask
 
@@ -31,7 +31,7 @@ def test_the_area_of_a_band_counts_its_pairs(
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_the_area_of_a_mask_is_that_of_its_tiles(mask: Mask) -> None:
     sequence = ((0, 96),)
-    assert mask_area(mask, 96) == sum(map(tile_area, tiles(sequence, sequence, mask)))
+    assert mask_area(mask, 96) == sum(map(tile_area, make_tiles(sequence, sequence, mask)))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_unevenness_of_a_window_is_that_of_counted_scores(layout: str, left: flo
     """Within 2 %: the closed form takes single rows for shards, which have ten tokens here."""
     seqlen, mask = 480, Mask(Band(left, 0))
     scores_by_rank = [
-        sum(map(tile_area, tiles(shard, ((0, seqlen),), mask)))
+        sum(map(tile_area, make_tiles(shard, ((0, seqlen),), mask)))
         for shard in make_layout(layout, 48, seqlen)
     ]
     expected = max(scores_by_rank) * len(scores_by_rank) / mask_area(mask, seqlen)

@@ -12,7 +12,7 @@ from tests.schedule.positions import drawn_ranges, positions
 from tests.slices import block_causal, drawn_slices
 from wf_backends.lowering.areas import tile_area
 from wf_backends.lowering.derivation import Problem, lower
-from wf_backends.lowering.tiles import SHORT_RANGE_ROWS, Tile, by_part, seen, tiles
+from wf_backends.lowering.tiles import SHORT_RANGE_ROWS, Tile, by_part, make_tiles, seen
 from wf_backends.schedule.layout import contiguous, zigzag
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask, make_mask
 from wf_backends.schedule.ranges import join, size
@@ -50,7 +50,7 @@ def pairs_of_tile(tile):
 def test_every_visible_pair_lies_in_exactly_one_trimmed_tile(q, kv, mask, same_positions):
     kv = q if same_positions else kv
     expected, covered = visible_pairs(q, kv, mask), []
-    for tile in tiles(q, kv, mask):
+    for tile in make_tiles(q, kv, mask):
         pairs = pairs_of_tile(tile)
         assert {row for row, _ in pairs} == set(positions(tile.rows)), "a row that sees no key"
         assert {key for _, key in pairs} == set(positions(tile.keys)), "a key that no row sees"
@@ -66,7 +66,7 @@ def test_every_visible_pair_lies_in_exactly_one_trimmed_tile(q, kv, mask, same_p
 @given(ranges, ranges, masks)
 def test_every_tile_is_a_legal_flash_attention_window(q, kv, mask):
     """flash-attn aligns windows at the bottom right and takes no negative ones."""
-    for tile in tiles(q, kv, mask):
+    for tile in make_tiles(q, kv, mask):
         more_keys = size(tile.keys) - size(tile.rows)
         assert tile.band.left + more_keys >= 0
         assert tile.band.right - more_keys >= 0
@@ -85,7 +85,7 @@ def test_neighbouring_full_tiles_of_a_team_join():
     for rank in range(16):
         shards = (schedule.q[rank], schedule.kv[rank])
         rows, keys = (join(piece for s in side for piece in layout[s]) for side in shards)
-        assert len(tiles(rows, keys, Mask(CAUSAL))) == 1
+        assert len(make_tiles(rows, keys, Mask(CAUSAL))) == 1
 
 
 def test_a_causal_ring_computes_one_tile_a_step_at_most():
@@ -95,14 +95,14 @@ def test_a_causal_ring_computes_one_tile_a_step_at_most():
 
 def test_a_zigzag_shard_on_itself_is_one_causal_tile():
     shard = zigzag(4, 64)[1]
-    (tile,) = tiles(shard, shard, Mask(CAUSAL))
+    (tile,) = make_tiles(shard, shard, Mask(CAUSAL))
     assert tile.band == CAUSAL and tile.rows == tile.keys == ((0, 16),)
 
 
 def test_positions_that_are_both_rows_and_keys_are_one_causal_tile():
     """A shard against itself and another one: one diagonal, and the keys of the other shard."""
     shard, all_keys = ((0, 4), (12, 16)), ((0, 16),)
-    diagonal, rest = tiles(shard, all_keys, Mask(CAUSAL))
+    diagonal, rest = make_tiles(shard, all_keys, Mask(CAUSAL))
     assert diagonal == Tile(((0, 8),), shard, CAUSAL)
     assert rest == Tile(((4, 8),), ((4, 12),), FULL)
 
@@ -111,16 +111,16 @@ def test_long_ranges_are_not_copied_into_one_tile():
     """Long diagonals of their own waste few scores: a copy would cost more."""
     rows = ((0, SHORT_RANGE_ROWS + 1), (3 * SHORT_RANGE_ROWS, 4 * SHORT_RANGE_ROWS))
     all_keys = ((0, 4 * SHORT_RANGE_ROWS),)
-    for tile in tiles(rows, all_keys, Mask(CAUSAL)):
+    for tile in make_tiles(rows, all_keys, Mask(CAUSAL)):
         assert len(tile.rows) == len(tile.keys) == 1
 
 
 def test_neighbouring_full_slices_are_one_tile():
     mask = make_mask(**block_causal(4, SEQLEN))
-    assert len(tiles(((16, 24),), ((0, 16),), mask)) == 1
-    assert len(tiles(((16, 24),), ((0, 24),), mask)) == 2
+    assert len(make_tiles(((16, 24),), ((0, 16),), mask)) == 1
+    assert len(make_tiles(((16, 24),), ((0, 24),), mask)) == 2
 
 
 def test_bounds_that_hide_nothing_are_dropped():
-    (tile,) = tiles(((8, 12),), ((2, 5),), Mask(Band(left=10, right=0)))
+    (tile,) = make_tiles(((8, 12),), ((2, 5),), Mask(Band(left=10, right=0)))
     assert tile.band == FULL

@@ -13,7 +13,7 @@ from tests.magi_masks import MASKS
 from tests.schedule.positions import owned_positions
 from tests.slices import SEQLEN, SLICES, block_causal, drawn_slices, sliced
 from wf_backends.lowering.areas import mask_area, tile_area
-from wf_backends.lowering.tiles import tiles
+from wf_backends.lowering.tiles import make_tiles
 from wf_backends.schedule.filling import Load, segments_of
 from wf_backends.schedule.layout import lengths, make_layout, zigzag
 from wf_backends.schedule.mask import make_mask
@@ -21,7 +21,7 @@ from wf_backends.schedule.mask import make_mask
 
 def scores_by_rank(layout, mask, seqlen):
     """The scores of each rank, counted from the tiles of its queries against all keys."""
-    return [sum(map(tile_area, tiles(shard, ((0, seqlen),), mask))) for shard in layout]
+    return [sum(map(tile_area, make_tiles(shard, ((0, seqlen),), mask))) for shard in layout]
 
 
 def deviation(values):

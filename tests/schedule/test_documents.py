@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.schedule.positions import owned_positions
 from wf_backends.lowering.areas import tile_area
-from wf_backends.lowering.tiles import tiles
+from wf_backends.lowering.tiles import make_tiles
 from wf_backends.schedule import filling
 from wf_backends.schedule.filling import causal_load
 from wf_backends.schedule.layout import document_zigzag, make_layout
@@ -126,7 +126,7 @@ def test_causal_scores_are_the_area_of_the_tiles(lengths, n):
     seqlen, mask = cu_seqlens[-1], Mask(CAUSAL, cu_seqlens)
     assume(seqlen >= n)
     for shard in make_layout("contiguous", n, seqlen):
-        areas = map(tile_area, tiles(shard, ((0, seqlen),), mask))
+        areas = map(tile_area, make_tiles(shard, ((0, seqlen),), mask))
         assert causal_load(cu_seqlens).scores(shard) == sum(areas)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.schedule.positions import owned_positions
 from wf_backends.lowering.areas import tile_area
-from wf_backends.lowering.tiles import tiles
+from wf_backends.lowering.tiles import make_tiles
 from wf_backends.schedule.layout import contiguous, lengths, make_layout, zigzag
 from wf_backends.schedule.mask import CAUSAL, Mask
 
@@ -40,7 +40,7 @@ def test_zigzag_gives_all_ranks_the_same_causal_work(n):
     seqlen = 8 * n
     all_keys = ((0, seqlen),)
     layout = zigzag(n, seqlen)
-    work = [sum(map(tile_area, tiles(shard, all_keys, Mask(CAUSAL)))) for shard in layout]
+    work = [sum(map(tile_area, make_tiles(shard, all_keys, Mask(CAUSAL)))) for shard in layout]
     assert len(set(work)) == 1
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from wf_backends.comm import Communicator, ConsistencyCheck, Shared, fingerprint, gather_small
 from wf_backends.kernels import Kernel, KernelSpec, Scores, select
-from wf_backends.lowering import tiles
+from wf_backends.lowering import make_tiles
 from wf_backends.parallel import SequenceParallel, check_tensors, make_softmax
 from wf_backends.runtime import ForwardTiles, accumulator_dtype, fuse, with_sinks
 from wf_backends.schedule import (
@@ -211,7 +211,7 @@ class KeyValueCache(Shared):
         for samples, mask in masks:
             q_rows, keys, *results = (x[:, samples] for x in (queries, self._kv, out, lse))
             compute = ForwardTiles(kernel, scores, q.shape[-1])
-            for tile in tiles(*held, mask):
+            for tile in make_tiles(*held, mask):
                 compute(replace(tile, held=held), (q_rows,), (keys,), tuple(results), ())
         return out, lse
 

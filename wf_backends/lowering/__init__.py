@@ -30,7 +30,7 @@ from wf_backends.lowering.program import (
     Step,
     parcels,
 )
-from wf_backends.lowering.tiles import Tile, tiles
+from wf_backends.lowering.tiles import Tile, make_tiles
 from wf_backends.lowering.ulysses_groups import UlyssesGroups
 
 __all__ = [
@@ -58,7 +58,7 @@ __all__ = [
     "mask_area",
     "parcels",
     "lower",
+    "make_tiles",
     "tile_area",
-    "tiles",
     "unevenness",
 ]

@@ -15,7 +15,7 @@ from wf_backends.lowering.forwarding import Forwarding
 from wf_backends.lowering.gather_rounds import GatherRounds
 from wf_backends.lowering.problem import Problem, Reads
 from wf_backends.lowering.program import RankProgram, Round, Step
-from wf_backends.lowering.tiles import tiles
+from wf_backends.lowering.tiles import make_tiles
 from wf_backends.schedule import Ranges, intersect, join, size, subtract
 
 _DERIVING = Lock()  # ranks may be threads: the first derives a problem, the others read the cache
@@ -68,7 +68,7 @@ class _Derivation:
         buffers = reads.ordered(reads.stay_rows(rank), held)
         row_results, key_results = reads.ordered(stay_results, walk_results)
         for rows, messages in self.gathering.rounds(step, rank):
-            unmarked = tiles(*reads.ordered(rows, held), reads.mask, buffers) if held else ()
+            unmarked = make_tiles(*reads.ordered(rows, held), reads.mask, buffers) if held else ()
             marked = [
                 replace(
                     tile,

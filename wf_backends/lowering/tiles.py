@@ -61,7 +61,7 @@ class Tile:
         return _globalize(self.rows, self.held[0]), _globalize(self.keys, self.held[1])
 
 
-def tiles(q: Ranges, kv: Ranges, mask: Mask, held: Buffers | None = None) -> tuple[Tile, ...]:
+def make_tiles(q: Ranges, kv: Ranges, mask: Mask, held: Buffers | None = None) -> tuple[Tile, ...]:
     """The tiles for queries at the positions `q` and keys at the positions `kv`.
 
     Every (query, key) pair that the mask lets through lies in exactly one tile.
