@@ -53,13 +53,13 @@ def run_fault_until(
     *options: str,
     start: Sequence[str] = (),
 ) -> str:
-    """`run_fault`, up to three times, until the output is as `reported` wants it.
+    """`run_fault`, up to six times, until the output is as `reported` wants it.
 
     The launcher ends the ranks soon after one has ended: on a busy machine before they have
     reported.
     """
     printed = ""
-    for attempt in range(3):
+    for attempt in range(6):
         attempt_folder = folder / str(attempt)
         attempt_folder.mkdir()
         printed = run_fault(attempt_folder, fault, transport, *options, start=start)
