@@ -218,6 +218,15 @@ def test_a_recurrence_is_refused():
     assert "decoders whose tokens meet in causal attention alone" in refusal(mamba, prompts())
 
 
+def test_a_layer_that_is_called_twice_is_refused():
+    def shared() -> Any:
+        model: Any = llama()
+        model.model.layers[1] = model.model.layers[0]
+        return model
+
+    assert "a layer that is called twice" in refusal(shared, prompts())
+
+
 def test_a_model_in_training_mode_is_refused():
     model = llama().train()
     sp = sequence_parallel(_one_rank())

@@ -123,14 +123,9 @@ class KeyValueCache(Shared):
         with self._consistency:  # an error in this block is raised on all ranks
             check_tensors(q, k, v)
             softmax = make_softmax(q, softmax_scale, softcap, alibi_slopes, sinks)
-            plain_mask = make_mask(causal=True, window_size=window_size)
             self._check_fit(k, v)
             stop = self.length + q.shape[1]
-            masks = [(slice(None), plain_mask)]
-            if starts is not None and any(starts):
-                borders = [(0, start, stop) if start else (0, stop) for start in starts]
-                by_sample = [replace(plain_mask, cu_seqlens=c) for c in borders]
-                masks = [(slice(i, i + 1), mask) for i, mask in enumerate(by_sample)]
+            masks = _masks(make_mask(causal=True, window_size=window_size), starts or (), stop)
         compared = {
             "shapes of new tokens": fingerprint((q.shape, k.shape, v.shape, q.dtype)),
             "options": fingerprint((softmax.options, window_size)),
@@ -214,6 +209,14 @@ class KeyValueCache(Shared):
             for tile in make_tiles(*held, mask):
                 compute(replace(tile, held=held), (q_rows,), (keys,), tuple(results), ())
         return out, lse
+
+
+def _masks(mask: Mask, starts: Sequence[int], stop: int) -> list[tuple[slice, Mask]]:
+    """(samples, their mask of `stop` tokens): padding before a start is a document of its own."""
+    if not any(starts):
+        return [(slice(None), mask)]
+    borders = [(0, start, stop) if start else (0, stop) for start in starts]
+    return [(slice(i, i + 1), replace(mask, cu_seqlens=c)) for i, c in enumerate(borders)]
 
 
 def merged(comm: Communicator, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

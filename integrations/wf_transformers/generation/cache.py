@@ -10,7 +10,6 @@ from transformers.cache_utils import DynamicCache
 from wf_backends import SequenceParallel
 from wf_backends.decode import KeyValueCache
 
-CALLED_TWICE = "is called twice or not at all in a forward, and cannot generate over ranks"
 OF_PROMPTS = ("causal", "dropout_p", "seqlen")  # options of attention that new tokens do not need
 NOT_CACHED = ("kv_up", "position_bias")  # options of attention
 
@@ -52,8 +51,6 @@ class ShardedCache(DynamicCache):
         if lacking or not options.get("causal"):
             what = ", ".join(lacking) or "a mask other than a causal one"
             raise NotImplementedError(f"{name} asks for {what}, which generation over ranks lacks")
-        if module in self.by_module:
-            raise NotImplementedError(f"{name} {CALLED_TWICE}")
         layer = self.by_module[module] = KeyValueCache(self.sp)
         layer.keep(k, v, self.new)
 
@@ -79,7 +76,8 @@ class ShardedCache(DynamicCache):
         lengths = {layer.length for layer in self.by_module.values()}
         if lengths != {expected}:
             raise NotImplementedError(
-                f"after {expected} tokens layers have {sorted(lengths)}: a layer {CALLED_TWICE}"
+                f"after {expected} tokens layers have {sorted(lengths)}: a layer that is called "
+                "twice or not at all in a forward cannot generate over ranks"
             )
         self.length = expected
 
