@@ -1,10 +1,11 @@
 """Generation over ranks beside transformers alone: bytes of the cache, seconds of a token.
 
     torchrun --nproc-per-node 2 benchmarks/generation.py
+    torchrun --nproc-per-node 2 benchmarks/generation.py --model gemma3
 
-A random Llama in float32 on CPUs, greedy. "alone" is transformers' own generate on rank 0, while
-the others wait. Each process computes in one thread. A later token's time is the median of all
-tokens after the first, and then of the repeats.
+A random Llama in float32 on CPUs, greedy, or a Gemma 3, of whose 6 layers 5 have a window of 1,024.
+"alone" is transformers' own generate on rank 0, while the others wait. Each process computes in one
+thread. A later token's time is the median of all tokens after the first, and then of the repeats.
 """
 
 from __future__ import annotations
@@ -19,16 +20,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from measure import cores_and_load, cpu_name, print_head, print_row
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.cache_utils import DynamicCache
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 import wf_transformers
 from wf_backends import SequenceParallel, SequenceParallelConfig, launch
 
-MODEL = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 512}
+MODEL = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 512}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "attn_implementation": "sdpa"}
 LIMITS = {"max_position_embeddings": 2**20, "eos_token_id": None}
+WINDOWS = {"num_hidden_layers": 6, "sliding_window": 1024, "head_dim": 64}
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"num_hidden_layers": 4}),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, WINDOWS),
+}
 MIB = 2**20
 Options = dict[str, Any]  # of generate
 
@@ -64,9 +69,9 @@ def on_ranks(model: Any, sp: SequenceParallel, options: Options, clock: Clock) -
 
 def alone(model: Any, options: Options, clock: Clock) -> tuple[Any, int]:
     """The same by transformers, on this process."""
-    cache = DynamicCache()
-    tokens = model.generate(past_key_values=cache, streamer=clock, **options)
-    return tokens, sum(x.nbytes for x in (*cache.key_cache, *cache.value_cache))
+    output = model.generate(streamer=clock, return_dict_in_generate=True, **options)
+    cache = output.past_key_values
+    return output.sequences, sum(x.nbytes for x in (*cache.key_cache, *cache.value_cache))
 
 
 def measure(generate: Callable[[Clock], tuple[Any, int]], repeats: int) -> tuple[Any, list[str]]:
@@ -82,6 +87,7 @@ def measure(generate: Callable[[Clock], tuple[Any, int]], repeats: int) -> tuple
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="llama")
     parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8192, 16384])
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
@@ -89,14 +95,15 @@ def main() -> None:
     launch.init()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(LlamaConfig(**MODEL, **HEADS, **LIMITS)).eval()
+    model_class, config_class, layers = MODELS[args.model]
+    model: Any = model_class(config_class(**MODEL, **HEADS, **LIMITS, **layers)).eval()
     config = SequenceParallelConfig(sequence_parallel_size=dist.get_world_size())
     sp = SequenceParallel(config)
     if sp.rank == 0:
         print(f"torch {torch.__version__}, {cpu_name()}, {cores_and_load()}\n")
         print_head("prompt", "", "cache of a rank, MiB", "first token, s", "later token, ms")
     for length in args.tokens:
-        ids = torch.randint(512, (1, length))
+        ids = torch.randint(5, 512, (1, length))  # no padding
         options = {"inputs": ids, "max_new_tokens": args.new, "do_sample": False}
         tokens, figures = measure(partial(on_ranks, model, sp, options), args.repeats)
         if sp.rank == 0:

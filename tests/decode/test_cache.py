@@ -13,6 +13,7 @@ from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator
 from wf_backends.decode import KeyValueCache
+from wf_backends.decode.cache import BLOCK
 from wf_backends.schedule import Mask, make_mask
 
 PROMPT, HEADS, KV_HEADS, DIM, VALUE_DIM = 21, 4, 2, 8, 6
@@ -51,23 +52,25 @@ def expected(options: dict[str, Any]) -> Tensor:
     return dense_attention(*draw(), mask, options.get("softmax_scale", DIM**-0.5), **others)
 
 
-def filled(sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor) -> KeyValueCache:
+def filled(
+    sp: SequenceParallel, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int] = (-1, -1)
+) -> KeyValueCache:
     """A cache of the prompt."""
-    cache = KeyValueCache(sp)
+    cache = KeyValueCache(sp, window)
     cache.keep(sp.shard(k[:, :PROMPT]), sp.shard(v[:, :PROMPT]), PROMPT)
     return cache
 
 
-def decode(comm: Communicator, layout: str, options: dict[str, Any]) -> tuple[Tensor, int]:
-    """What the new tokens get, and the bytes of this rank's cache."""
-    sp, (q, k, v) = make_sp(comm, layout), draw()
-    cache, outs, start = filled(sp, q, k, v), [], PROMPT
+def decode(comm: Communicator, layout: str, options: dict[str, Any]) -> Tensor:
+    """What the new tokens get."""
+    sp, qkv, others = make_sp(comm, layout), draw(), dict(options)
+    cache, outs, start = filled(sp, *qkv, others.pop("window_size", (-1, -1))), [], PROMPT
     for count in CHUNKS:
-        rows = slice(start, start + count)
-        outs.append(cache.attention(q[:, rows], k[:, rows], v[:, rows], **options))
+        new = (x[:, start : start + count] for x in qkv)
+        outs.append(cache.attention(*new, **others))
         start += count
     assert cache.length == TOTAL
-    return torch.cat(outs, dim=1), cache.nbytes
+    return torch.cat(outs, dim=1)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -76,14 +79,14 @@ def decode(comm: Communicator, layout: str, options: dict[str, Any]) -> tuple[Te
 def test_new_tokens_get_the_attention_of_one_device(
     ranks: int, options: dict[str, Any], layout: str
 ):
-    for out, _ in run_threads(ranks, decode, layout, options):
+    for out in run_threads(ranks, decode, layout, options):
         assert (out - expected(options)[:, PROMPT:]).abs().max() < TOLERANCE
 
 
 def decode_padded(comm: Communicator, starts: tuple[int, int]) -> Tensor:
     sp, (q, k, v) = make_sp(comm), draw()
-    cache, new = filled(sp, q, k, v), slice(PROMPT, PROMPT + 2)
-    return cache.attention(q[:, new], k[:, new], v[:, new], window_size=(15, -1), starts=starts)
+    cache, new = filled(sp, q, k, v, (15, -1)), slice(PROMPT, PROMPT + 2)
+    return cache.attention(q[:, new], k[:, new], v[:, new], starts=starts)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -100,15 +103,25 @@ def test_new_tokens_do_not_see_padding_on_the_left(ranks: int):
 
 
 def test_all_ranks_get_equal_bits():
-    first, *others = [out for out, _ in run_threads(4, decode, "zigzag", {})]
+    first, *others = run_threads(4, decode, "zigzag", {})
     assert all(torch.equal(first, out) for out in others)
 
 
-def test_a_rank_keeps_its_share_of_the_keys():
-    row = 2 * KV_HEADS * (DIM + VALUE_DIM) * 8
-    rows = [nbytes / row for _, nbytes in run_threads(4, decode, "zigzag", {})]
-    assert sum(rows) == TOTAL
-    assert max(rows) - min(rows) <= max(CHUNKS)
+def decode_many(comm: Communicator) -> tuple[int, int]:
+    """After 5 blocks of new tokens: bytes of this rank's cache, and the ranges of its tokens."""
+    qkv = draw()
+    cache, token = filled(make_sp(comm), *qkv), [x[:, PROMPT : PROMPT + 1] for x in qkv]
+    for _ in range(5 * BLOCK):
+        cache.attention(*token)
+    return cache.nbytes, len(cache._layout[comm.rank])
+
+
+def test_a_rank_keeps_its_share_of_the_keys_in_few_ranges():
+    results, row = run_threads(3, decode_many), 2 * KV_HEADS * (DIM + VALUE_DIM) * 8
+    rows = [nbytes / row for nbytes, _ in results]
+    assert sum(rows) == PROMPT + 5 * BLOCK
+    assert max(rows) - min(rows) <= BLOCK
+    assert max(ranges for _, ranges in results) <= 5
 
 
 def decode_again(comm: Communicator) -> tuple[Tensor, Tensor]:

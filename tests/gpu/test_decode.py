@@ -32,12 +32,11 @@ def new_tokens(comm: Communicator, case: GpuCase) -> Tensor:
     config = {"sequence_parallel_size": comm.size, "route": "ring", "kernel": case.kernel}
     sp = SequenceParallel(SequenceParallelConfig.from_dict(config), comm)
     q, k, v, _ = case.tensors()
-    prompt, cache = SEQLEN - NEW, KeyValueCache(sp)
-    cache.keep(sp.shard(k[:, :prompt]), sp.shard(v[:, :prompt]), prompt)
     window = masks(SEQLEN)[case.mask].get("window_size", (-1, -1))
-    options = case.options() | {"window_size": window}
+    prompt, cache = SEQLEN - NEW, KeyValueCache(sp, window)
+    cache.keep(sp.shard(k[:, :prompt]), sp.shard(v[:, :prompt]), prompt)
     tokens = [[x[:, i : i + 1] for x in (q, k, v)] for i in range(prompt, SEQLEN)]
-    return torch.cat([cache.attention(*qkv, **options) for qkv in tokens], dim=1)
+    return torch.cat([cache.attention(*qkv, **case.options()) for qkv in tokens], dim=1)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -6,7 +6,8 @@ merged:
 
     lse = log sum_r exp(lse_r);  out = sum_r exp(lse_r - lse) out_r
 
-The keys and values of new tokens stay on the rank that has the fewest.
+The keys and values of new tokens stay on the rank that has the fewest, and keys that a window
+hides from all later tokens are dropped.
 
 Shapes: b batch, n new tokens, s rows of this rank, h query heads, g key heads, d head_dim of
 queries and keys, e of values.
@@ -33,12 +34,19 @@ from wf_backends.schedule import (
     Ranges,
     intersect,
     join,
+    locate,
     make_layout,
     make_mask,
     size,
 )
 
 LABEL = "decode"  # of the messages that merge results, in reports and errors
+SLACK = 128
+"""Tokens that `crop` can take back where keys are dropped. Drafts of speculative decoding, which it
+takes back, have 10 to 20."""
+BLOCK = 128
+"""Tokens that a rank takes before another does, and that are dropped at once: a rank whose tokens
+lie in few ranges calls few kernels."""
 
 
 class KeyValueCache(Shared):
@@ -46,15 +54,24 @@ class KeyValueCache(Shared):
 
     Args:
         sp: with the layout "zigzag" or "contiguous".
+        window_size: (left, right) in tokens, -1 = unlimited, as in `sp.attention`. A window to the
+            left bounds the cache: keys that no later token sees are dropped.
+        slack: tokens that `crop` can take back nevertheless.
 
     Attributes:
         length: tokens on all ranks.
+        first: the first token that is kept.
 
     Raises:
-        ValueError: for a layout that follows from documents or slices.
+        ValueError: for a layout that follows from documents or slices, and a malformed window.
     """
 
-    def __init__(self, sp: SequenceParallel) -> None:
+    def __init__(
+        self,
+        sp: SequenceParallel,
+        window_size: tuple[int, int] = (-1, -1),
+        slack: int = SLACK,
+    ) -> None:
         layout = sp.config.layout
         if LAYOUTS[layout].needs_documents or LAYOUTS[layout].needs_slices:
             raise ValueError(
@@ -64,8 +81,11 @@ class KeyValueCache(Shared):
         self._sp, self._consistency = sp, ConsistencyCheck(sp.comm)
         self._compared: dict[str, int] | None = None  # of the last call
         self._layout: list[Ranges] = [()] * sp.size
+        self._owner = 0  # the rank of the last new token
         self._kv: Tensor | None = None  # [K|V] (s, b, g, d + e)
-        self.length = 0
+        self.length = self.first = 0
+        self.window_size, self._slack = window_size, slack
+        self._mask = make_mask(causal=True, window_size=window_size)
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +93,7 @@ class KeyValueCache(Shared):
         return 0 if self._kv is None else self._kv.nbytes
 
     def keep(self, k: Tensor, v: Tensor, seqlen: int) -> None:
-        """Keep this rank's rows of a prompt, which `sp.attention` gets too.
+        """Keep this rank's rows of a prompt, which `sp.attention` gets too: those in reach.
 
         Args:
             k: (b, s, g, d), v: (b, s, g, e): the rows that `sp.shard` gives of `seqlen` tokens.
@@ -91,6 +111,7 @@ class KeyValueCache(Shared):
                 f"{self.length} tokens"
             )
         self._kv, self._layout, self.length = fuse(k, v), list(layout), seqlen
+        self._drop_unseen()
 
     @torch.no_grad()
     def attention(
@@ -98,7 +119,6 @@ class KeyValueCache(Shared):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        window_size: tuple[int, int] = (-1, -1),
         softmax_scale: float | None = None,
         softcap: float = 0.0,
         alibi_slopes: Tensor | None = None,
@@ -109,7 +129,7 @@ class KeyValueCache(Shared):
 
         Args:
             q: (b, n, h, d), k: (b, n, g, d), v: (b, n, g, e), the same on every rank.
-            window_size, softmax_scale, softcap, alibi_slopes, sinks: as in `sp.attention`.
+            softmax_scale, softcap, alibi_slopes, sinks: as in `sp.attention`.
             starts: for each sample the first token that is seen, where samples have padding on
                 their left; None = 0 for all.
 
@@ -125,10 +145,10 @@ class KeyValueCache(Shared):
             softmax = make_softmax(q, softmax_scale, softcap, alibi_slopes, sinks)
             self._check_fit(k, v)
             stop = self.length + q.shape[1]
-            masks = _masks(make_mask(causal=True, window_size=window_size), starts or (), stop)
+            masks = _masks(self._mask, starts or (), stop)
         compared = {
             "shapes of new tokens": fingerprint((q.shape, k.shape, v.shape, q.dtype)),
-            "options": fingerprint((softmax.options, window_size)),
+            "options": fingerprint((softmax.options, self.window_size)),
         }
         if compared != self._compared:  # an exchange takes as long as the merge
             self._consistency.check(compared, {}, q)
@@ -137,6 +157,7 @@ class KeyValueCache(Shared):
         self._append(k, v)
         kernel = _kernel(self._sp.config.kernel, softmax.scores, q, k, v)
         out, lse = self._over_own_keys(kernel, softmax.scores, rows, masks, q, v)
+        self._drop_unseen()
         out, lse = merged(self._sp.comm, out, lse)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
@@ -153,13 +174,39 @@ class KeyValueCache(Shared):
             self._kv = self._kv.repeat_interleave(repeats, dim=1)
 
     def crop(self, length: int) -> None:
-        """Keep the first tokens, at most `length`."""
-        kept = ((0, length),) if length else ()
-        old, rank = self._layout[self._sp.rank], self._sp.rank
-        self._layout = [intersect(ranges, kept) for ranges in self._layout]
-        self.length = sum(map(size, self._layout))
-        if self._kv is not None and self._layout[rank] != old:
-            self._kv = self._kv[: size(self._layout[rank])]  # rows are in order
+        """Keep the first tokens, at most `length`.
+
+        Raises:
+            ValueError: as `check_crop`.
+        """
+        self.check_crop(length)
+        self._cut(0, length)
+
+    def check_crop(self, length: int) -> None:
+        """Raise a ValueError if a token after the first `length` sees keys that were dropped."""
+        least = self.first + self._mask.band.left
+        if self.first and 0 < length < least:
+            raise ValueError(
+                f"crop({length}) of {self.length} tokens: a window {self.window_size} has dropped "
+                f"the keys before token {self.first}, which leaves {least} tokens at least, or 0; "
+                f"to take back more, make the cache with a slack= above {self._slack}"
+            )
+
+    def _drop_unseen(self) -> None:
+        """Drop keys that no later token sees, even if `slack` tokens are taken back."""
+        first = self.length - self._slack - self._mask.band.left
+        if first >= self.first + BLOCK:
+            self._cut(int(first), self.length)
+
+    def _cut(self, start: int, stop: int) -> None:
+        """Keep the keys of the tokens from `start` to `stop`."""
+        rank, kept = self._sp.rank, join([(start, stop)])
+        layout = [intersect(ranges, kept) for ranges in self._layout]
+        if self._kv is not None and layout[rank] != self._layout[rank]:
+            slices = locate(layout[rank], self._layout[rank]) or ((0, 0),)  # one: rows are in order
+            self._kv = self._kv[slice(*slices[0])].clone()
+        self._layout, self.length = layout, min(self.length, stop)
+        self.first = max(self.first, start) if self.length else 0
 
     def _check_fit(self, k: Tensor, v: Tensor) -> None:
         kv = self._kv
@@ -174,9 +221,11 @@ class KeyValueCache(Shared):
             )
 
     def _append(self, k: Tensor, v: Tensor) -> None:
-        """Add the keys of new tokens on the rank that has the fewest, the first of several."""
+        """Add the keys of new tokens on a rank with at most BLOCK more than any other."""
         sizes = [size(ranges) for ranges in self._layout]
-        owner = sizes.index(min(sizes))
+        if sizes[self._owner] >= min(sizes) + BLOCK:
+            self._owner = sizes.index(min(sizes))
+        owner = self._owner
         new_range = (self.length, self.length + k.shape[1])
         self._layout[owner] = join((*self._layout[owner], new_range))
         self.length = new_range[1]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from wf_backends import SequenceParallel
-from wf_backends.decode import KeyValueCache
+from wf_backends.decode import SLACK, KeyValueCache
 
 OF_PROMPTS = ("causal", "dropout_p", "seqlen")  # options of attention that new tokens do not need
 NOT_CACHED = ("kv_up", "position_bias")  # options of attention
@@ -17,15 +17,18 @@ NOT_CACHED = ("kv_up", "position_bias")  # options of attention
 class ShardedCache(DynamicCache):
     """transformers' cache of a model over the ranks of `sp`: each layer's `KeyValueCache`.
 
+    Args:
+        slack: tokens that `crop` can take back, in a model whose layers have windows.
+
     Attributes:
         length: tokens of all ranks, before the running forward.
         new: tokens of the running forward.
         starts: for each sample the tokens of padding on its left.
     """
 
-    def __init__(self, sp: SequenceParallel) -> None:
+    def __init__(self, sp: SequenceParallel, slack: int = SLACK) -> None:
         super().__init__()
-        self.sp, self.length, self.new = sp, 0, 0
+        self.sp, self.slack, self.length, self.new = sp, slack, 0, 0
         self.starts: list[int] = []
         self.by_module: dict[nn.Module, KeyValueCache] = {}
 
@@ -51,7 +54,8 @@ class ShardedCache(DynamicCache):
         if lacking or not options.get("causal"):
             what = ", ".join(lacking) or "a mask other than a causal one"
             raise NotImplementedError(f"{name} asks for {what}, which generation over ranks lacks")
-        layer = self.by_module[module] = KeyValueCache(self.sp)
+        window = options.get("window_size", (-1, -1))
+        layer = self.by_module[module] = KeyValueCache(self.sp, window, self.slack)
         layer.keep(k, v, self.new)
 
     def attention(
@@ -64,7 +68,9 @@ class ShardedCache(DynamicCache):
             options: those of `SequenceParallel.attention` in a forward of the model.
         """
         own = {name: x for name, x in options.items() if name not in OF_PROMPTS}
-        return self.by_module[module].attention(q, k, v, **own, starts=self.starts)
+        layer = self.by_module[module]
+        assert own.pop("window_size", layer.window_size) == layer.window_size
+        return layer.attention(q, k, v, **own, starts=self.starts)
 
     def end_forward(self) -> None:
         """Count the new tokens.
@@ -103,7 +109,14 @@ class ShardedCache(DynamicCache):
             layer.repeat_samples(repeats)
 
     def crop(self, max_length: int) -> None:
-        """Keep the first `max_length` tokens; if it is not positive, drop so many at the end."""
-        self.length = min(self.length, max_length + (self.length if max_length <= 0 else 0))
+        """Keep the first `max_length` tokens; if it is not positive, drop so many at the end.
+
+        Raises:
+            ValueError: if a layer with a window has dropped keys that the next token sees.
+        """
+        length = min(self.length, max_length + (self.length if max_length <= 0 else 0))
         for layer in self.by_module.values():
-            layer.crop(self.length)
+            layer.check_crop(length)
+        for layer in self.by_module.values():
+            layer.crop(length)
+        self.length = length

@@ -38,13 +38,19 @@ def generate(
 
     Raises:
         ValueError: for a model in training mode or that takes whole batches, for inputs or drawn
-            tokens that differ between ranks, and for options that cannot be right on several ranks.
+            tokens that differ between ranks, for inputs that do not go on from the cache, and for
+            options that cannot be right on several ranks.
         NotImplementedError: for padding on the right, and models other than decoders of attention
             alone.
     """
     _refuse_model(model, handle)
     _refuse_options(options)
     cache = ShardedCache(handle.sp) if cache is None else cache
+    if cache.length and cache.length >= inputs.shape[1]:
+        raise ValueError(
+            f"inputs have {inputs.shape[1]} tokens, and the cache {cache.length}: they begin with "
+            f"its tokens and go on; drop the others first, cache.crop({inputs.shape[1] - 1})"
+        )
     (pretrained,) = outermost(model)
     key = next(name for name in reversed(CACHES) if name in parameter_names(pretrained))
     caching = {key: cache, "cache_implementation": None, "use_cache": True}

@@ -120,7 +120,7 @@ def _starts(mask: Any, num_samples: int) -> list[int]:
     if not is_padding or not bool(((mask[:, 1:] != 0) >= (mask[:, :-1] != 0)).all()):
         raise NotImplementedError(
             f"attention_mask {tuple(mask.shape)} hides more than padding on the left, which "
-            "generation over ranks lacks"
+            "generation over ranks lacks; where none is given, transformers hides pad tokens"
         )
     return (mask == 0).sum(dim=1).tolist()
 
