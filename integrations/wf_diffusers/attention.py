@@ -21,8 +21,8 @@ BACKEND = "_attention_backend"  # attribute of processors that use diffusers' re
 class Attention:
     """`sp.attention` with the signature of torch's `scaled_dot_product_attention`."""
 
-    def __init__(self, sp: SequenceParallel) -> None:
-        self.sp = sp
+    def __init__(self, sp: SequenceParallel, masks_are_true: bool = False) -> None:
+        self.sp, self.masks_are_true = sp, masks_are_true
         self.calls = 0
         """How often it was called."""
 
@@ -48,7 +48,7 @@ class Attention:
         Raises:
             NotImplementedError: for attn_mask and for is_causal.
         """
-        if attn_mask is not None:
+        if attn_mask is not None and not self.masks_are_true:
             raise NotImplementedError(
                 f"an attention mask {tuple(attn_mask.shape)} covers the whole sequence, and a rank "
                 "has only some of its rows: leave the mask out, do not pad the text, and give "
@@ -77,7 +77,7 @@ def take_over(module: Any, attention: Attention, handle: Handle) -> None:
         calls = attention.calls
         with InPlaceOfTorchAttention(attention):
             out = original(*args, **kwargs)
-        if attention.calls == calls:
+        if attention.calls == calls and not kwargs.get("all_perturbed"):  # LTX 2 then takes values
             raise NotImplementedError(
                 f"{type(module).__name__} did not call WallFacer's attention: processors or "
                 "backends were changed after wf_diffusers.attach, and every rank would attend to "

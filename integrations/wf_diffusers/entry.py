@@ -23,8 +23,8 @@ def attach(model: nn.Module, sp: SequenceParallel) -> Handle:
 
     Raises:
         NotImplementedError: for another model. At a call of the model, for inputs that cannot be
-            cut: a ControlNet's residuals, an IP-Adapter, most masks, in most models a timestep for
-            each token; and for dropout in training.
+            cut: an IP-Adapter, most masks, in most models a timestep for each token; and for
+            dropout in training.
         ValueError: at a call of the model, if the inputs differ between the ranks.
     """
     family, handle = family_of(model), Handle(sp)

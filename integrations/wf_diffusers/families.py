@@ -1,4 +1,4 @@
-"""The supported transformers of diffusers: where their tokens are cut, and which modules attend.
+"""The supported transformers of diffusers.
 
 Cross attention is left alone: its text stays whole on every rank.
 """
@@ -6,88 +6,57 @@ Cross attention is left alone: its text stays whole on every rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
+from diffusers.models.transformers import transformer_skyreels_v2
 from torch import nn
 
+from wf_diffusers.cuts import Cut, Family
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Arguments of a module of which a rank keeps only its rows, before the module runs."""
-
-    module: str
-    """Path of the module in the model; "*" stands for any index, "" for the model itself."""
-    streams: tuple[tuple[str, ...], ...]
-    """For each stream (text, image): the arguments that hold its rows. Streams are in the order in
-    which attention concatenates them. "name.1" is the second item of a tuple. None is skipped."""
-    dim: int = -2
-    """The dimension of the rows."""
-    reuses_layout: bool = False
-    """Whether its only stream is the last stream of the previous cut, and gets the same layout."""
-    kept: str = ""
-    """An argument that only tells how long its stream is: it stays whole."""
-    joint_mask: str = ""
-    """A mask of text and image in one, (..., tokens of both): it tells how long a stream of text
-    before `streams` is. It is true everywhere (`Family.text_masks`), and taken out."""
-    may_be_absent: bool = False
-    """Whether the argument may be the same for all tokens: of one row, or without `dim`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How one class of models is split over ranks."""
-
-    attention: tuple[str, ...]
-    """Paths of the self-attention modules, in which every token attends to every token."""
-    cuts: tuple[Cut, ...]
-    gathered: str
-    """Path of the module whose output is gathered: the rows of the last stream, (b, s, width), from
-    which the model makes its sample."""
-    refused: tuple[tuple[str, str], ...] = ()
-    """(name, description) of arguments of the model that cannot be cut."""
-    text_masks: tuple[tuple[str, str], ...] = ()
-    """(mask, text) arguments of the model: padding at the end of a text is taken off."""
-    refused_config: tuple[str, Any] = ("", None)
-    """(name, value) of a setting of the model that is not supported."""
-    last_stream_attends_alone: bool = False
-    """Whether some modules attend over the last stream alone: it has a layout of its own length."""
-    allows_empty_stream: bool = False
-    """Whether its blocks run without tokens of a stream: a rank may get none of a short text."""
-
-
-CONTROL = "residuals of a ControlNet, which would have to be cut"
+CONTROL = "controlnet_block_samples"
 KWARGS = "arguments of attention, such as an IP-Adapter's"
 TEXT = "encoder_hidden_states"
 JOINT = Cut("transformer_blocks.0", ((TEXT,), ("hidden_states",)))
 IMAGE = Cut("transformer_blocks.0", (("hidden_states",),))
 PIXART = Family(attention=("transformer_blocks.*.attn1",), cuts=(IMAGE,), gathered="proj_out")
+LTX = replace(
+    PIXART,
+    cuts=(
+        Cut("", (("timestep",),), dims=(1,), ndim=2),
+        IMAGE,
+        Cut("transformer_blocks.*", (("image_rotary_emb",),)),
+    ),
+)
 FLUX = Family(
     attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
-    cuts=(Cut("", ((TEXT, "txt_ids"), ("hidden_states", "img_ids"))),),
-    gathered="proj_out",
-    refused=(
-        ("controlnet_block_samples", CONTROL),
-        ("controlnet_single_block_samples", CONTROL),
-        ("joint_attention_kwargs", KWARGS),
+    cuts=(
+        Cut(
+            "",
+            (
+                (TEXT, "txt_ids"),
+                ("hidden_states", "img_ids", CONTROL, "controlnet_single_block_samples"),
+            ),
+        ),
     ),
+    gathered="proj_out",
+    refused=(("joint_attention_kwargs", KWARGS),),
     allows_empty_stream=True,
 )
 WAN = Family(
     attention=("blocks.*.attn1",),
     cuts=(
-        Cut("", (("timestep",),), dim=1, may_be_absent=True),
+        Cut("", (("timestep",),), dims=(1,), ndim=2),
         Cut("blocks.0", (("hidden_states",),)),
-        Cut("blocks.*", (("rotary_emb",),), dim=1),
+        Cut("blocks.*", (("rotary_emb",),), dims=(1,)),
     ),
     gathered="proj_out",
 )
 SD3 = Family(
     attention=("transformer_blocks.*.attn", "transformer_blocks.*.attn2"),
-    cuts=(JOINT,),
+    cuts=(Cut("", ((TEXT,), ("block_controlnet_hidden_states",)), kept=TEXT), JOINT),
     gathered="proj_out",
-    refused=(("block_controlnet_hidden_states", CONTROL), ("joint_attention_kwargs", KWARGS)),
+    refused=(("joint_attention_kwargs", KWARGS),),
     last_stream_attends_alone=True,
 )
 HUNYUAN = Family(
@@ -104,6 +73,8 @@ HUNYUAN = Family(
     text_masks=(("encoder_attention_mask", TEXT),),
     refused_config=("image_condition_type", "token_replace"),
 )
+SKYREELS_ROTARY = 1 if hasattr(transformer_skyreels_v2, "SkyReelsV2AttnProcessor") else 2
+"""The dimension of positions: after the heads before diffusers 0.36."""
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "AuraFlowTransformer2DModel": replace(
@@ -120,6 +91,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             PIXART,
             cuts=(Cut("", ((TEXT,), ("image_rotary_emb",)), kept=TEXT), JOINT),
             refused=(("attention_kwargs", KWARGS),),
+        ),
+        "CosmosTransformer3DModel": replace(
+            PIXART,
+            cuts=(
+                IMAGE,
+                Cut("transformer_blocks.*", (("image_rotary_emb",),)),
+                Cut("transformer_blocks.*", (("extra_pos_emb",),)),
+                Cut("transformer_blocks.*", (("temb", "embedded_timestep"),), ndim=3),
+                Cut("norm_out", (("temb", "embedded_timestep"),), ndim=3),
+            ),
         ),
         "DiTTransformer2DModel": replace(PIXART, gathered="proj_out_2"),
         "FluxTransformer2DModel": FLUX,
@@ -138,26 +119,78 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ),
         ),
         "HunyuanVideoTransformer3DModel": HUNYUAN,
-        "LTXVideoTransformer3DModel": replace(
+        "HunyuanVideo15Transformer3DModel": Family(
+            attention=("transformer_blocks.*.attn",),
+            cuts=(
+                JOINT,
+                Cut("transformer_blocks.*", (("attention_mask",), ("freqs_cis",)), dims=(1, -2)),
+            ),
+            gathered="proj_out",
+            text_masks=(
+                ("encoder_attention_mask", TEXT),
+                ("encoder_attention_mask_2", f"{TEXT}_2"),
+                ("image_embeds", "image_embeds"),
+            ),
+            masks_are_true=True,
+        ),
+        "LTXVideoTransformer3DModel": LTX,
+        "LTX2VideoTransformer3DModel": replace(
+            LTX,
+            cuts=(
+                *LTX.cuts[:2],
+                Cut("transformer_blocks.*", (("video_rotary_emb",),)),
+                Cut("transformer_blocks.*.audio_to_video_attn", (("query_rotary_emb",),)),
+            ),
+            gathered_inside=(  # the audio is whole on every rank
+                "transformer_blocks.*.video_to_audio_attn.to_k",
+                "transformer_blocks.*.video_to_audio_attn.to_v",
+            ),
+            refused=(("video_self_attention_mask", "a mask of the video"),),
+        ),
+        "Lumina2Transformer2DModel": Family(
+            attention=("layers.*.attn",),
+            cuts=(
+                Cut("layers.0", (("hidden_states",),)),
+                Cut("layers.*", (("image_rotary_emb",),)),
+            ),
+            gathered="norm_out",
+            text_masks=(("encoder_attention_mask", TEXT),),
+            refused=(("attention_kwargs", KWARGS),),
+        ),
+        "MochiTransformer3DModel": replace(
             PIXART,
             cuts=(
-                Cut("", (("timestep",),), dim=1, may_be_absent=True),
-                IMAGE,
-                Cut("transformer_blocks.*", (("image_rotary_emb",),)),
+                JOINT,
+                Cut(
+                    "transformer_blocks.*",
+                    (("encoder_attention_mask",), ("image_rotary_emb",)),
+                    dims=(1, -3),
+                ),
             ),
+            text_masks=(("encoder_attention_mask", TEXT),),
         ),
         "PixArtTransformer2DModel": PIXART,
         "QwenImageTransformer2DModel": Family(
             attention=("transformer_blocks.*.attn",),
             cuts=(
+                Cut("", ((TEXT,), (CONTROL,)), kept=TEXT),
                 JOINT,
                 Cut("transformer_blocks.*", (("image_rotary_emb.1",), ("image_rotary_emb.0",))),
-                Cut("transformer_blocks.*", (("modulate_index",),), dim=1, reuses_layout=True),
+                Cut("transformer_blocks.*", (("modulate_index",),), dims=(1,), reuses_layout=True),
             ),
             gathered="proj_out",
-            refused=(("controlnet_block_samples", CONTROL), ("attention_kwargs", KWARGS)),
+            refused=(("attention_kwargs", KWARGS),),
         ),
         "SD3Transformer2DModel": SD3,
+        "SkyReelsV2Transformer3DModel": replace(
+            WAN,
+            cuts=(
+                WAN.cuts[1],
+                replace(WAN.cuts[2], dims=(SKYREELS_ROTARY,)),
+                Cut("blocks.*", (("temb",),), ndim=4),
+            ),
+            gathered="norm_out",  # modulated afterwards, by the timesteps of all tokens
+        ),
         "WanTransformer3DModel": WAN,
         "WanVACETransformer3DModel": replace(
             WAN,
@@ -166,15 +199,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 *WAN.cuts[1:],
                 Cut("vace_blocks.*", (("hidden_states",),)),
                 Cut("vace_blocks.0", (("control_hidden_states",),)),
-                Cut("vace_blocks.*", (("rotary_emb",),), dim=1),
+                Cut("vace_blocks.*", (("rotary_emb",),), dims=(1,)),
             ),
         ),
         "ZImageTransformer2DModel": Family(
             attention=("layers.*.attention",),
-            cuts=(Cut("layers.0", (("x",),)), Cut("layers.*", (("freqs_cis",),))),
+            cuts=(
+                Cut("", ((CONTROL,),)),
+                Cut("layers.0", (("x",),)),
+                Cut("layers.*", (("freqs_cis",),)),
+            ),
             gathered="all_final_layer.*",
             refused=(
-                ("controlnet_block_samples", CONTROL),
                 ("siglip_feats", "features of images beside the text"),
                 ("image_noise_mask", "a noise level for each token"),
             ),
@@ -196,16 +232,3 @@ def family_of(model: nn.Module) -> Family:
         f"{type(model).__name__} is none of the models of diffusers that WallFacer supports: "
         f"{', '.join(sorted(FAMILIES))}"
     )
-
-
-def find_modules(model: nn.Module, path: str) -> list[Any]:
-    """Return the modules at `path`; "*" stands for any index, "" for the model itself."""
-    pattern = path.split(".")
-
-    def matches(name: str) -> bool:
-        parts = name.split(".")
-        if len(parts) != len(pattern):
-            return False
-        return all(p in (part, "*") for p, part in zip(pattern, parts, strict=True))
-
-    return [module for name, module in model.named_modules() if matches(name)]

@@ -6,7 +6,7 @@ text and image are in the same proportion as in the whole sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -16,10 +16,11 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 
 from wf_backends import SequenceParallel
 from wf_backends._compile import eager
+from wf_backends.comm import sum_on_all_ranks
 from wf_backends.runtime import gather_shards, move, positions, take_shard
 from wf_backends.schedule import Layout, make_layout, size
 from wf_diffusers.attention import Attention, take_over
-from wf_diffusers.families import Cut, Family, find_modules
+from wf_diffusers.cuts import Cut, Family, find_modules
 from wf_transformers import Handle
 from wf_transformers.calls import by_name, parameter_names
 
@@ -33,7 +34,7 @@ class TransformerHooks:
 
     def __init__(self, model: nn.Module, family: Family, handle: Handle) -> None:
         self.family, self.handle, self.sp = family, handle, handle.sp
-        self.attention = Attention(handle.sp)
+        self.attention = Attention(handle.sp, family.masks_are_true)
         self._layout: Layout = ()
         for path in family.attention:
             for module in find_modules(model, path):
@@ -43,10 +44,12 @@ class TransformerHooks:
     def _register(self, model: nn.Module) -> None:
         modules = ((m, cut) for cut in self.family.cuts for m in find_modules(model, cut.module))
         gathered = find_modules(model, self.family.gathered)
+        inside = [m for path in self.family.gathered_inside for m in find_modules(model, path)]
         self.handle.hooks(
             model.register_forward_pre_hook(self._before_model, with_kwargs=True),
             *(self._register_cut(module, cut) for module, cut in modules),
             *(module.register_forward_hook(self._gather) for module in gathered),
+            *(module.register_forward_hook(self._gather_inside) for module in inside),
         )
 
     @eager
@@ -71,11 +74,11 @@ class TransformerHooks:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
             arguments = by_name(names, args, kwargs)
             value = _get_argument(arguments, cut.streams[-1][0])
-            if value is None or (cut.may_be_absent and _is_for_all_tokens(value, cut.dim)):
+            if value is None or (cut.ndim and _is_for_all_tokens(value, cut)):
                 return None
             layouts = [self._layout] if cut.reuses_layout else self._layouts(cut, arguments)
-            for stream, layout in zip(cut.streams, layouts, strict=True):
-                take = partial(take_rows, self.sp, layout, cut.dim)
+            for stream, layout, dim in zip(cut.streams, layouts, cut.dims, strict=False):
+                take = partial(take_rows, self.sp, layout, dim)
                 for path in set(stream) - {cut.kept}:
                     rows = tree_map_only(Tensor, take, _get_argument(arguments, path))
                     _set_argument(arguments, path, rows)
@@ -87,7 +90,7 @@ class TransformerHooks:
     def _layouts(self, cut: Cut, arguments: Arguments) -> list[Layout]:
         """Return the layout of each stream."""
         first = [tree_leaves(_get_argument(arguments, stream[0]))[0] for stream in cut.streams]
-        lengths = [tensor.shape[cut.dim] for tensor in first]
+        lengths = [tensor.shape[dim] for tensor, dim in zip(first, cut.dims, strict=False)]
         if cut.joint_mask:
             lengths.insert(0, arguments[cut.joint_mask].shape[-1] - lengths[0])
             arguments[cut.joint_mask] = None
@@ -107,7 +110,11 @@ class TransformerHooks:
                 "the first block of the model did not run in this call, where its tokens are cut: "
                 "do not skip it"
             )
-        return gather_rows(self.sp, self._layout, 1, rows)
+        return gather_rows(self.sp, self._layout, 1, rows, lambda grad, _: grad * self.sp.size)
+
+    @eager
+    def _gather_inside(self, _: nn.Module, __: Any, rows: Tensor) -> Tensor:
+        return gather_rows(self.sp, self._layout, 1, rows, partial(sum_on_all_ranks, self.sp.comm))
 
 
 def _leaves(arguments: Arguments) -> Arguments:
@@ -119,9 +126,9 @@ def _leaves(arguments: Arguments) -> Arguments:
     }
 
 
-def _is_for_all_tokens(value: Any, dim: int) -> bool:
-    """Whether a value is no tensor with a row for each token in `dim`."""
-    return not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] == 1
+def _is_for_all_tokens(value: Any, cut: Cut) -> bool:
+    """Whether a value is no tensor with a row for each token."""
+    return not isinstance(value, Tensor) or value.dim() < cut.ndim or value.shape[cut.dims[0]] == 1
 
 
 def _take_off_padding(arguments: Arguments, mask_name: str, text_name: str) -> None:
@@ -135,6 +142,7 @@ def _take_off_padding(arguments: Arguments, mask_name: str, text_name: str) -> N
     mask, text = arguments.get(mask_name), arguments.get(text_name)
     if mask is None or text is None:
         return
+    mask = mask.any(-1) if mask_name == text_name else mask
     length = int(mask[0].count_nonzero())
     if not mask[:, :length].all() or mask[:, length:].any():
         raise NotImplementedError(
@@ -176,9 +184,9 @@ def _refuse(model: nn.Module, arguments: Arguments, family: Family) -> None:
         value = arguments.get(key)
         if value is not None and not (isinstance(value, dict) and value.keys() <= {"scale"}):
             raise NotImplementedError(f"{name} was called with {key}: {description}")
-    cuts_timestep = any(("timestep",) in cut.streams for cut in family.cuts)
+    cuts_timesteps = any(cut.ndim for cut in family.cuts)
     timestep = arguments.get("timestep")
-    if isinstance(timestep, Tensor) and timestep.dim() > 1 and not cuts_timestep:
+    if isinstance(timestep, Tensor) and timestep.dim() > 1 and not cuts_timesteps:
         raise NotImplementedError(
             f"{name} was called with a timestep {tuple(timestep.shape)}: timesteps of tokens would "
             "have to be cut; give one timestep for each sample"
@@ -245,15 +253,24 @@ def take_rows(sp: SequenceParallel, layout: Layout, dim: int, x: Tensor) -> Tens
     return x.index_select(dim, positions(layout[sp.rank], x.device))
 
 
-def gather_rows(sp: SequenceParallel, layout: Layout, dim: int, x: Tensor) -> Tensor:
+def gather_rows(
+    sp: SequenceParallel,
+    layout: Layout,
+    dim: int,
+    x: Tensor,
+    sum_gradients: Callable[[Tensor, str], Tensor],
+) -> Tensor:
     """Return the rows of all ranks. The gradient of this rank's rows is multiplied by `sp.size`.
 
     Every rank makes the same loss. With this factor the mean over the ranks of a parameter's
     gradient is that of one device, whether the parameter is used before the cut, between the cut
     and the gathering, or after it.
+
+    Args:
+        sum_gradients: (gradient of the whole on this rank, label) -> the sum of all ranks'.
     """
 
     def take_gradient(grad: Tensor, label: str) -> Tensor:
-        return take_shard(sp.comm, layout, dim, grad, label) * sp.size
+        return take_shard(sp.comm, layout, dim, sum_gradients(grad, label), label)
 
     return move(x, partial(gather_shards, sp.comm, layout, dim), take_gradient, "sample")

@@ -205,3 +205,35 @@ def z_image() -> tuple[Any, dict[str, Any]]:
         "t": torch.tensor([0.3, 0.5]).double(),
         "cap_feats": [randn(5, 20), randn(7, 20)],
     }
+
+
+def lumina2() -> tuple[Any, dict[str, Any]]:
+    """5 tokens of text, and 2 of padding; 4 x 4 of image."""
+    model = diffusers.Lumina2Transformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        hidden_size=32,
+        num_layers=2,
+        num_refiner_layers=1,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        axes_dim_rope=(4, 6, 6),
+        axes_lens=(64, 16, 16),
+        cap_feat_dim=20,
+    )
+    return model, {
+        "hidden_states": randn(2, 4, 8, 8),
+        "timestep": torch.tensor([0.3, 0.5]).double(),
+        "encoder_hidden_states": randn(2, 7, 20),
+        "encoder_attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]] * 2),
+    }
+
+
+def with_residuals(family: Any, **residuals: Any) -> Any:
+    """A model and a call of it, with the residuals of a ControlNet."""
+
+    def build() -> tuple[Any, dict[str, Any]]:
+        model, kwargs = family()
+        return model, kwargs | residuals
+
+    return build

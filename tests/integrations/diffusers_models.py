@@ -25,11 +25,34 @@ FAMILIES = {
     "ltx_by_token": videos.ltx_by_token,
     "cogvideox": videos.cogvideox,
     "qwen_image": images.qwen_image,
+    "skyreels": videos.skyreels,
+    "skyreels_by_frame": videos.skyreels_by_frame,
+    "cosmos": videos.cosmos,
+    "cosmos_by_frame": videos.cosmos_by_frame,
+    "lumina2": images.lumina2,
+    "mochi": videos.mochi,
+    "flux_control": images.with_residuals(
+        images.flux,
+        controlnet_block_samples=[images.randn(2, 16, 32)],
+        controlnet_single_block_samples=[images.randn(2, 16, 32)] * 2,
+    ),
+    "sd3_control": images.with_residuals(
+        images.sd3, block_controlnet_hidden_states=[images.randn(2, 9, 32)] * 2
+    ),
 }
 if hasattr(diffusers, "Flux2Transformer2DModel"):  # since 0.36
     FAMILIES["flux2"] = images.flux2
 if hasattr(diffusers, "ZImageTransformer2DModel"):
     FAMILIES |= {"z_image": images.z_image, "hunyuan_image": images.hunyuan_image}
+    FAMILIES |= {"hunyuan_video15": videos.hunyuan_video15, "ltx2": videos.ltx2}
+    FAMILIES["hunyuan_video15_of_image"] = videos.hunyuan_video15_of_image
+    FAMILIES["ltx2_by_token"] = videos.ltx2_by_token
+    FAMILIES["qwen_control"] = images.with_residuals(
+        images.qwen_image, controlnet_block_samples=[images.randn(1, 16, 32)]
+    )
+    FAMILIES["z_control"] = images.with_residuals(
+        images.z_image, controlnet_block_samples={0: images.randn(2, 64, 32)}
+    )
 
 
 def build(family: str, **sizes: Any) -> tuple[Any, dict[str, Any]]:

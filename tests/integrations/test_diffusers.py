@@ -42,8 +42,11 @@ def attention_modules(model: Any) -> list[Any]:
 
 
 def sample_of(model: Any, kwargs: dict[str, Any]) -> Tensor:
-    """(b, ...); Z-Image gives a list of samples."""
-    sample = model(**kwargs).sample
+    """(b, ...); Z-Image gives a list of samples, LTX 2 audio too."""
+    out = model(**kwargs)
+    sample = out.sample
+    if "audio_sample" in out:
+        return torch.cat([sample, out.audio_sample], 1)
     return sample if isinstance(sample, Tensor) else torch.stack(sample)
 
 

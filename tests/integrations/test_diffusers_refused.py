@@ -54,7 +54,6 @@ def test_text_shorter_than_the_number_of_ranks_is_refused() -> None:
 @pytest.mark.parametrize(
     ("family", "argument", "message"),
     [
-        ("flux", {"controlnet_block_samples": [torch.ones(1)]}, "residuals of a ControlNet"),
         ("flux", {"joint_attention_kwargs": {"ip_adapter_masks": 1}}, "an IP-Adapter"),
         ("sd3", {"timestep": torch.ones(2, 9)}, r"a timestep \(2, 9\)"),
         ("sd3", {"skip_layers": [0]}, "the first block of the model did not run"),
@@ -71,7 +70,6 @@ def test_text_shorter_than_the_number_of_ranks_is_refused() -> None:
         ),
     ],
     ids=[
-        "ControlNet",
         "IP-Adapter",
         "timesteps by token",
         "skipped block",

@@ -1,0 +1,70 @@
+"""How a transformer of diffusers is split: where its tokens are cut, and which modules attend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Arguments of a module of which a rank keeps only its rows, before the module runs."""
+
+    module: str
+    """Path of the module in the model; "*" stands for any index, "" for the model itself."""
+    streams: tuple[tuple[str, ...], ...]
+    """For each stream (text, image): the arguments that hold its rows. Streams are in the order in
+    which attention concatenates them. "name.1" is the second item of a tuple. None is skipped."""
+    dims: tuple[int, ...] = (-2, -2)
+    """The dimension of the rows, for each stream."""
+    reuses_layout: bool = False
+    """Whether its only stream is the last stream of the previous cut, and gets the same layout."""
+    kept: str = ""
+    """An argument that only tells how long its stream is: it stays whole."""
+    joint_mask: str = ""
+    """A mask of text and image in one, (..., tokens of both): it tells how long a stream of text
+    before `streams` is. It is true everywhere (`Family.text_masks`), and taken out."""
+    ndim: int = 0
+    """An argument of fewer dimensions, or of one row, is for all tokens, and stays whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one class of models is split over ranks."""
+
+    attention: tuple[str, ...]
+    """Paths of the self-attention modules, in which every token attends to every token."""
+    cuts: tuple[Cut, ...]
+    gathered: str
+    """Path of the module whose output is gathered: the rows of the last stream, (b, s, width), from
+    which the model makes its sample."""
+    gathered_inside: tuple[str, ...] = ()
+    """Paths of modules inside the blocks whose output every rank needs whole: gathered too."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """(name, description) of arguments of the model that cannot be cut."""
+    text_masks: tuple[tuple[str, str], ...] = ()
+    """(mask, text) arguments of the model: padding at the end of a text is taken off. Where both
+    are the same, rows of zeros are padding."""
+    masks_are_true: bool = False
+    """Whether its blocks make a mask even of texts without padding: it is ignored."""
+    refused_config: tuple[str, Any] = ("", None)
+    """(name, value) of a setting of the model that is not supported."""
+    last_stream_attends_alone: bool = False
+    """Whether some modules attend over the last stream alone: it has a layout of its own length."""
+    allows_empty_stream: bool = False
+    """Whether its blocks run without tokens of a stream: a rank may get none of a short text."""
+
+
+def find_modules(model: nn.Module, path: str) -> list[Any]:
+    """Return the modules at `path`; "*" stands for any index, "" for the model itself."""
+    pattern = path.split(".")
+
+    def matches(name: str) -> bool:
+        parts = name.split(".")
+        if len(parts) != len(pattern):
+            return False
+        return all(p in (part, "*") for p, part in zip(pattern, parts, strict=True))
+
+    return [module for name, module in model.named_modules() if matches(name)]
