@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import nn
 
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""What wrappers call the module inside: `torch.compile(block)`, `checkpoint_wrapper`, FSDP1."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -58,13 +61,15 @@ class Family:
 
 
 def find_modules(model: nn.Module, path: str) -> list[Any]:
-    """Return the modules at `path`; "*" stands for any index, "" for the model itself."""
-    pattern = path.split(".")
+    """Return the modules at `path`; "*" stands for any index, "" for the model itself.
 
-    def matches(name: str) -> bool:
-        parts = name.split(".")
-        if len(parts) != len(pattern):
-            return False
-        return all(p in (part, "*") for p, part in zip(pattern, parts, strict=True))
-
-    return [module for name, module in model.named_modules() if matches(name)]
+    `WRAPPERS` are no parts of a path: a module inside of them is found, not they.
+    """
+    pattern, found = path.split("."), dict[tuple[str, ...], nn.Module]()
+    for name, module in model.named_modules():
+        parts = tuple(part for part in name.split(".") if part not in WRAPPERS)
+        if len(parts) == len(pattern) and all(
+            p in (part, "*") for p, part in zip(pattern, parts, strict=True)
+        ):
+            found[parts] = module
+    return list(found.values())

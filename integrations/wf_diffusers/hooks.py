@@ -25,6 +25,7 @@ from wf_transformers import Handle
 from wf_transformers.calls import by_name, parameter_names
 
 Arguments = dict[str, Any]
+Hook = Callable[[nn.Module, Any, Tensor], Tensor]
 CACHES_BY_VALUE = ("FBC", "SeaCache")
 """How the hooks of diffusers' caches begin that compare the values of tokens."""
 
@@ -36,6 +37,7 @@ class TransformerHooks:
         self.family, self.handle, self.sp = family, handle, handle.sp
         self.attention = Attention(handle.sp, family.masks_are_true)
         self._layout: Layout = ()
+        self._gathered: dict[tuple[nn.Module, Hook], Any] = {}
         for path in family.attention:
             for module in find_modules(model, path):
                 take_over(module, self.attention, handle)
@@ -43,14 +45,23 @@ class TransformerHooks:
 
     def _register(self, model: nn.Module) -> None:
         modules = ((m, cut) for cut in self.family.cuts for m in find_modules(model, cut.module))
-        gathered = find_modules(model, self.family.gathered)
-        inside = [m for path in self.family.gathered_inside for m in find_modules(model, path)]
         self.handle.hooks(
             model.register_forward_pre_hook(self._before_model, with_kwargs=True),
             *(self._register_cut(module, cut) for module, cut in modules),
-            *(module.register_forward_hook(self._gather) for module in gathered),
-            *(module.register_forward_hook(self._gather_inside) for module in inside),
         )
+        self.handle.undo.callback(self._hook_gathered, [])
+        self._hook_gathered(self._find_gathered(model))
+
+    def _find_gathered(self, model: nn.Module) -> list[tuple[nn.Module, Hook]]:
+        inside = [m for path in self.family.gathered_inside for m in find_modules(model, path)]
+        last = find_modules(model, self.family.gathered)
+        return [*((m, self._gather) for m in last), *((m, self._gather_inside) for m in inside)]
+
+    def _hook_gathered(self, wanted: list[tuple[nn.Module, Hook]]) -> None:
+        """Have these modules gather their output, and no others."""
+        for hook in self._gathered.values():
+            hook.remove()
+        self._gathered = {pair: pair[0].register_forward_hook(pair[1]) for pair in wanted}
 
     @eager
     def _before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
@@ -58,6 +69,8 @@ class TransformerHooks:
         take the padding off its text."""
         arguments = by_name(parameter_names(model), args, kwargs)
         self._layout = ()
+        if (wanted := self._find_gathered(model)) != list(self._gathered):  # adapters came or went
+            self._hook_gathered(wanted)
         if self.sp.size > 1:
             _refuse(model, arguments, self.family)
             with self.handle.advising():

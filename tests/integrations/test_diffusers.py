@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.utils._pytree import tree_map_only
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -107,6 +110,53 @@ def test_learned_position_embeddings_are_sharded() -> None:
 )  # diffusers' own TypeError
 def test_gradients_with_recomputed_blocks_are_those_of_one_device(family: str) -> None:
     assert_equal_to_one_device(family, 2, checkpointing=True)
+
+
+@pytest.mark.parametrize("family", ["flux", "wan"])
+def test_blocks_wrapped_before_attach_give_the_sample_of_one_device(family: str) -> None:
+    """By torch's checkpoint_wrapper; torch.compile(block) is such a wrapper too."""
+    reference, kwargs = build(family)
+    expected = sample_of(reference, kwargs)
+
+    def run_rank(comm: Any) -> Tensor:
+        model = models[comm.rank]
+        apply_activation_checkpointing(model, check_fn=lambda m: type(m).__name__.endswith("Block"))
+        with wf_diffusers.attach(model, sequence_parallel(comm)):
+            return sample_of(model, kwargs)
+
+    models = [build(family)[0] for _ in range(2)]
+    for sample in run_threads(2, run_rank):
+        assert_close(sample, expected, "sample")
+
+
+def test_a_replaced_last_layer_gathers() -> None:
+    """As an adapter that is loaded after attach puts another module there, around the old one."""
+    reference, kwargs = build("flux")
+    expected = 2 * sample_of(reference, kwargs)
+
+    def run_rank(comm: Any) -> list[Tensor]:
+        model = models[comm.rank]
+        with wf_diffusers.attach(model, sequence_parallel(comm)):
+            original = model.proj_out
+            model.proj_out = Doubled(original)
+            doubled = sample_of(model, kwargs)
+            model.proj_out = original
+            return [doubled, 2 * sample_of(model, kwargs)]
+
+    models = [build("flux")[0] for _ in range(2)]
+    for samples in run_threads(2, run_rank):
+        for sample in samples:
+            assert_close(sample, expected, "sample")
+
+
+class Doubled(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:-1], self.layer.weight.shape[0])
+        return self.layer(x) + self.layer(x).view(shape)  # an adapter knows no other rows
 
 
 def test_recomputed_blocks_of_two_calls_get_the_rows_of_their_own_call() -> None:
