@@ -11,8 +11,9 @@ Shapes: b batch, S tokens, s tokens of this rank, n features.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -120,6 +121,13 @@ def shard_media(
         NotImplementedError: for another model.
         ValueError: if tokens and features differ in number, or the ranks' batches differ.
     """
+    return cut_media(model, sp, batch, partial(sp.shard_batch, pad_token_id=pad_token_id))
+
+
+def cut_media(
+    model: Any, sp: SequenceParallel, batch: Mapping[str, Any], cut: Callable[[Any], dict[str, Any]]
+) -> dict[str, Any]:
+    """As `shard_media`, with a function that cuts what has a row for each token (b, S, ...)."""
     row = media_of(model)
     if row is None:
         raise NotImplementedError(
@@ -135,9 +143,9 @@ def shard_media(
         tokens[modality.token] = _number_tokens(is_feature)
     sizes = [_sizes(model, x, media, int(tokens[x.token].max())) for x in modalities]
     if row.rope:
-        tokens[ROPE] = _rope_positions(model, batch).permute(1, 2, 0)
+        tokens[ROPE] = rope_positions(model, batch).permute(1, 2, 0)
         tokens.pop("position_ids", None)
-    local = sp.shard_batch(tokens, pad_token_id)
+    local = cut(tokens)
     if row.rope:
         local["position_ids"] = local.pop(ROPE).permute(2, 0, 1)
     feature_rows: list[Tensor] = []
@@ -161,7 +169,7 @@ def media_arguments(model: nn.Module) -> list[str]:
     return [*_media_keys(row), *((TIMES, TYPES, "position_ids") if row.rope else ())]
 
 
-def _rope_positions(model: Any, batch: Mapping[str, Any]) -> Tensor:
+def rope_positions(model: Any, batch: Mapping[str, Any]) -> Tensor:
     """(3, b, S): positions in time, height and width."""
     positions = batch.get("position_ids")
     if positions is None and batch.get("cu_seqlens") is not None:

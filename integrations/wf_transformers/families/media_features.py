@@ -50,7 +50,8 @@ class _FeatureSelection:
             kwargs["position_ids"] = positions.expand(3, *positions.shape)
         if self.attention.sp.size > 1:
             arguments = by_name(self.names, args, kwargs)
-            refuse_call(self.model, arguments, self.names, self.attention.logits_are_whole)
+            if self.attention.cache is None:
+                refuse_call(self.model, arguments, self.names, self.attention.logits_are_whole)
             media = [x.values for x in self.row.modalities if arguments.get(x.values) is not None]
             if len(media) != len(self.pending):
                 raise ValueError(

@@ -24,12 +24,17 @@ class ShardedCache(DynamicCache):
         length: tokens of all ranks, before the running forward.
         new: tokens of the running forward.
         starts: for each sample the tokens of padding on its left.
+        behind: for each sample, by how much positions of new tokens are less than their numbers:
+            the padding, and tokens of images, which share positions.
+        first_text: the first token that comes after all images.
     """
 
     def __init__(self, sp: SequenceParallel, slack: int = SLACK) -> None:
         super().__init__()
         self.sp, self.slack, self.length, self.new = sp, slack, 0, 0
         self.starts: list[int] = []
+        self.behind: list[int] = []
+        self.first_text = 0
         self.by_module: dict[nn.Module, KeyValueCache] = {}
 
     @property
@@ -96,7 +101,7 @@ class ShardedCache(DynamicCache):
         return self.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.starts = [self.starts[i] for i in beam_idx.tolist()]
+        self._take(beam_idx.tolist())
         for layer in self.by_module.values():
             layer.take_samples(beam_idx)
 
@@ -104,17 +109,27 @@ class ShardedCache(DynamicCache):
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.starts = [start for start in self.starts for _ in range(repeats)]
+        self._take([i for i in range(len(self.starts)) for _ in range(repeats)])
         for layer in self.by_module.values():
             layer.repeat_samples(repeats)
+
+    def _take(self, samples: list[int]) -> None:
+        self.starts = [self.starts[i] for i in samples]
+        self.behind = [self.behind[i] for i in samples]
 
     def crop(self, max_length: int) -> None:
         """Keep the first `max_length` tokens; if it is not positive, drop so many at the end.
 
         Raises:
-            ValueError: if a layer with a window has dropped keys that the next token sees.
+            ValueError: if a layer with a window has dropped keys that the next token sees, and
+                inside of images.
         """
         length = min(self.length, max_length + (self.length if max_length <= 0 else 0))
+        if 0 < length < self.first_text:
+            raise ValueError(
+                f"crop({length}): images and videos end before token {self.first_text}, and new "
+                "tokens have positions after them; keep as many tokens, or none"
+            )
         for layer in self.by_module.values():
             layer.check_crop(length)
         for layer in self.by_module.values():

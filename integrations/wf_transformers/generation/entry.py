@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from wf_transformers.batch import is_causal
-from wf_transformers.calls import CACHES, MEDIA, parameter_names
+from wf_transformers.calls import CACHES, parameter_names
 from wf_transformers.families.mixing import mixers_in
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.generation.cache import ShardedCache
 from wf_transformers.generation.forwards import Forwards, check_same
+from wf_transformers.generation.media import take_media
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost
 
@@ -31,7 +32,8 @@ def generate(
         inputs: ids (b, S), the same on every rank of a sequence. Padding on the left is hidden by
             attention_mask= (b, S), as for transformers.
         cache: that of an earlier call, whose tokens `inputs` begin with; None = a new one.
-        options: as those of transformers' `generate`. To sample, seed the ranks alike.
+        options: as those of transformers' `generate`, and what the model's processor gives with
+            images or videos. To sample, seed the ranks alike.
 
     Returns:
         What transformers' `generate` returns, the same on every rank.
@@ -40,21 +42,27 @@ def generate(
         ValueError: for a model in training mode or that takes whole batches, for inputs or drawn
             tokens that differ between ranks, for inputs that do not go on from the cache, and for
             options that cannot be right on several ranks.
-        NotImplementedError: for padding on the right, and models other than decoders of attention
-            alone.
+        NotImplementedError: for padding on the right, models other than decoders of attention
+            alone, media of models that `shard_media` does not know, and media after the prompt.
     """
     _refuse_model(model, handle)
     _refuse_options(options)
+    (pretrained,) = outermost(model)
+    media = take_media(pretrained, options)
     cache = ShardedCache(handle.sp) if cache is None else cache
     if cache.length and cache.length >= inputs.shape[1]:
         raise ValueError(
             f"inputs have {inputs.shape[1]} tokens, and the cache {cache.length}: they begin with "
             f"its tokens and go on; drop the others first, cache.crop({inputs.shape[1] - 1})"
         )
-    (pretrained,) = outermost(model)
+    if cache.length and media:
+        raise NotImplementedError(
+            f"{', '.join(media)} for a cache of {cache.length} tokens: images and videos belong to "
+            "the prompt of a new cache; leave them out if the cache has all of their tokens"
+        )
     key = next(name for name in reversed(CACHES) if name in parameter_names(pretrained))
     caching = {key: cache, "cache_implementation": None, "use_cache": True}
-    with Forwards(pretrained, handle, cache, key).hooked():
+    with Forwards(pretrained, handle, cache, key, len(inputs), media).hooked():
         output = model.generate(inputs, **options | caching)
         check_same(handle, output if isinstance(output, Tensor) else output.sequences)
     return output
@@ -85,7 +93,8 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
         "max_time": "ranks would stop at different tokens; give max_new_tokens",
         "cache_implementation": "the cache is the one over ranks; leave it out",
         **dict.fromkeys(CACHES, "give it as cache=, and a ShardedCache"),
-        **dict.fromkeys(MEDIA, "generation over ranks takes tokens only"),
+        "mm_encoder_outputs": "each rank encodes the images of its tokens; give pixels",
+        "position_ids": "they follow from attention_mask and images; leave them out",
     }
     for name, reason in reasons.items():
         if given.get(name) is not None:

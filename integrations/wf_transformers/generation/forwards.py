@@ -20,11 +20,18 @@ from wf_transformers.calls import (
     tokens_of,
 )
 from wf_transformers.generation.cache import ShardedCache
+from wf_transformers.generation.media import cut_with_media
 from wf_transformers.handle import Handle
 from wf_transformers.whole_batches.arguments import has_row_per_token
 
-RECOMPUTED = ("attention_mask", "position_ids", "cache_position", "use_cache")
-"""Arguments of the model that follow from the length of the cache here."""
+RECOMPUTED = (
+    "attention_mask",
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "mm_encoder_outputs",
+)
+"""Arguments of the model that follow from the length of the cache or the media here."""
 SEED_ALIKE = "the ranks of a sequence draw the same tokens only if they are seeded alike"
 
 
@@ -34,10 +41,21 @@ class Forwards:
     Args:
         model: a Hugging Face model that `handle` has attached.
         key: the parameter of the model that takes the cache.
+        num_samples: of the call.
+        media: images and videos of the prompt, from `take_media`.
     """
 
-    def __init__(self, model: Any, handle: Handle, cache: ShardedCache, key: str) -> None:
+    def __init__(
+        self,
+        model: Any,
+        handle: Handle,
+        cache: ShardedCache,
+        key: str,
+        num_samples: int,
+        media: Mapping[str, Any],
+    ) -> None:
         self.model, self.handle, self.cache, self.key = model, handle, cache, key
+        self.num_samples, self.media = num_samples, media
         self.names = parameter_names(model)
         self.kept_logits = 0  # of the running forward over a prompt
 
@@ -62,24 +80,37 @@ class Forwards:
         tokens = tokens_of(arguments)
         assert tokens is not None, "generate calls the model with tokens"
         cache.new = tokens.shape[1]
-        stop = cache.length + cache.new
+        mask = arguments.get("attention_mask")
         if cache.length == 0:
-            cache.starts = _starts(arguments.get("attention_mask"), len(tokens))
+            cache.starts = cache.behind = _starts(mask, len(tokens))
+            cache.first_text = 0
         check_same(self.handle, tokens)
-        first = torch.tensor(cache.starts, device=tokens.device)[:, None]
-        positions = torch.arange(cache.length, stop, device=tokens.device) - first
+        behind = torch.tensor(cache.behind, device=tokens.device)[:, None]
+        numbers = torch.arange(cache.length, cache.length + cache.new, device=tokens.device)
         arguments = {name: x for name, x in arguments.items() if name not in RECOMPUTED}
         rows: dict[str, Any] = {
             k: x for k, x in arguments.items() if has_row_per_token(k, x, cache.new)
         }
-        rows["position_ids"] = positions.clamp(min=0)
+        rows["position_ids"] = (numbers - behind).clamp(min=0)
         if cache.length == 0:
-            rows = {name: self.handle.sp.shard(x) for name, x in rows.items()}
+            rows = self._cut_prompt(rows, mask)
             arguments |= self._logits_to_keep(arguments)
-            if any(cache.starts):  # padding is a document of its own
-                rows["cu_seqlens"] = tuple((0, x, stop) if x else (0, stop) for x in cache.starts)
         ours = forward_kwargs(model, rows) | {"use_cache": True, self.key: cache}
         return (), arguments | ours
+
+    def _cut_prompt(self, rows: dict[str, Any], mask: Tensor | None) -> dict[str, Any]:
+        """This rank's part of a prompt, of which `rows` have a row for each token (b, S, ...)."""
+        cache, sp = self.cache, self.handle.sp
+        if self.media:
+            repeats = len(cache.starts) // self.num_samples
+            prompt = self.model, sp, rows, self.media, mask, repeats
+            local, cache.behind, cache.first_text = cut_with_media(*prompt)
+        else:
+            local: dict[str, Any] = {name: sp.shard(x) for name, x in rows.items()}
+        if any(cache.starts):  # padding is a document of its own
+            stop = cache.new
+            local["cu_seqlens"] = tuple((0, x, stop) if x else (0, stop) for x in cache.starts)
+        return local
 
     def _logits_to_keep(self, arguments: Mapping[str, Any]) -> dict[str, int]:
         """The argument for this rank's rows among the last tokens whose logits are wanted."""
