@@ -86,7 +86,7 @@ def fit_rates(model: Stack, planned_with: Rates) -> Rates:
         UNLIMITED,
         memory=link_beside_host + host_beside_link,
         host_beside_link=min(host_beside_link, host),
-        call_seconds=measure_call(TwoThreads(Rates(UNLIMITED, UNLIMITED, UNLIMITED))),
+        call_seconds=measure_call(TwoThreads(Rates(UNLIMITED, UNLIMITED, UNLIMITED)))[0],
     )
 
 

@@ -172,6 +172,37 @@ def test_the_hosts_rows_are_computed_before_the_call_of_a_linear_returns() -> No
     assert computed == [True] * len(model.layers)
 
 
+def test_pinned_memory_of_the_hosts_inputs_and_outputs_is_allocated_once() -> None:
+    model, streams, sizes = MLP(), EmulatedStreams(), list[int]()
+    pinned = streams.pinned
+    device = Accelerator(RATES, streams)
+    with dispatch_model(model, MEMORY, device, alpha=0.5), torch.no_grad():
+        streams.pinned = lambda shape, dtype: sizes.append(shape[0]) or pinned(shape, dtype)  # type: ignore[method-assign]
+        for batch in (3, 1, 2, 3):
+            x = torch.randn(batch, 64)
+            torch.testing.assert_close(model(x), MLP()(x), rtol=0, atol=1e-5)
+    assert sizes == [3 * 64 * 4, 3 * 32 * 4]  # inputs, and outputs of half of the rows
+
+
+def test_the_hosts_next_output_waits_until_the_last_was_copied() -> None:
+    """Both have the same memory. A caller may use another stream for each call."""
+    streams = EmulatedStreams()
+    slow, done = streams.stream(), threading.Event()
+    device = Accelerator(RATES, streams)
+    x, out = torch.ones(2), torch.zeros(2)
+    streams.current = lambda: slow  # type: ignore[method-assign]
+    slow.put(lambda: time.sleep(0.2))  # type: ignore[attr-defined]
+    with torch.inference_mode():
+        device.wait([device.compute_on_host(lambda x, out: out.copy_(x), x, out, 8)])
+        streams.current = CallerStream  # type: ignore[method-assign]
+        other = torch.zeros(2)
+        device.wait([device.compute_on_host(lambda x, out: out.fill_(7), x, other, 8)])
+        slow.put(done.set)  # type: ignore[attr-defined]
+        assert done.wait(TIMEOUT)
+    device.close()
+    assert out.tolist() == [1, 1] and other.tolist() == [7, 7]
+
+
 def test_outputs_are_exact_without_pinned_memory_and_a_warning_is_given() -> None:
     model, x = MLP(), torch.randn(1, 64)
     with pytest.warns(UserWarning, match="pinned memory ran out"):

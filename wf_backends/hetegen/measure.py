@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from math import isqrt
 from statistics import median
 
 import torch
@@ -22,11 +23,13 @@ from wf_backends.hetegen.dispatch import dispatch_model
 from wf_backends.hetegen.runner import Device
 from wf_backends.hetegen.weights import Rates
 
-WEIGHTS_BYTES = 2**29  # of all weights together: more than caches hold
+WEIGHT_BYTES = 2**27  # a weight of the models that are too large for an accelerator
+NUM_WEIGHTS = 6  # more than caches hold
 PINNED_BUFFERS = 3  # as many as a plan has slabs by default
 MANY_TOKENS = 256  # in a GEMM that operations bound, not memory
 NUM_LINEARS = 200  # of the model whose calls are timed
 FAST = 1e13  # bytes per second: work takes no time
+MIN_SHARE = 0.1  # of a pass, that the host's GEMM takes at least: the rest is a difference
 
 
 def measure_machine(dtype: torch.dtype, pin_weights: bool = False) -> tuple[str, Rates]:
@@ -46,7 +49,7 @@ def measure_rates(
     streams: Streams | None,
     dtype: torch.dtype,
     pin_weights: bool = False,
-    width: int = 4096,
+    width: int | None = None,
     seconds: float = 0.7,
 ) -> Rates:
     """The rates of copies and GEMMs, each measured for `seconds`.
@@ -56,10 +59,10 @@ def measure_rates(
             host's GEMM for its own.
         dtype: of the weights. The host's GEMM has other rates in 16 bits than in 32.
         pin_weights: as in `measure_machine`.
-        width: input and output features of a weight.
+        width: input and output features of a weight; None: those of WEIGHT_BYTES.
     """
-    num_weights = max(2 * PINNED_BUFFERS, WEIGHTS_BYTES // (width * width * dtype.itemsize))
-    weights = [torch.full((width, width), 1 / width, dtype=dtype) for _ in range(num_weights)]
+    width = width or isqrt(WEIGHT_BYTES // dtype.itemsize) // MANY_TOKENS * MANY_TOKENS
+    weights = [torch.full((width, width), 1 / width, dtype=dtype) for _ in range(NUM_WEIGHTS)]
     if streams is None:
         device_weights, clock = weights, time.perf_counter
     else:
@@ -72,88 +75,96 @@ def measure_rates(
         rates = Rates(link, FAST, FAST, call_seconds=call_seconds)
         return ShapedDevice(FAST, FAST, FAST) if streams is None else Accelerator(rates, streams)
 
-    def rate(run: Callable[[int], object], runs: int = num_weights) -> float:
-        return weights[0].nbytes / _seconds_per_run(run, runs, clock, seconds)
+    def rate(run: Callable[[int], object], nbytes: int = weights[0].nbytes) -> float:
+        return nbytes / _seconds_per_run(run, NUM_WEIGHTS, clock, seconds)
 
     def gemm(tokens: int, weights: list[Tensor]) -> Callable[[int], object]:
         x = torch.randn(tokens, width).to(weights[0])
         return lambda i: F.linear(x, weights[i])
 
-    def flops(weights: list[Tensor]) -> float:  # of few weights: such products read them once
-        flops_per_byte = 2.0 * MANY_TOKENS / weights[0].itemsize
-        return flops_per_byte * rate(gemm(MANY_TOKENS, weights), 2 * PINNED_BUFFERS)
+    def flops(weights: list[Tensor]) -> float:
+        parts = [weight[: width // 4] for weight in weights]  # a whole one takes a CPU a second
+        flops_per_byte = 2.0 * MANY_TOKENS / parts[0].itemsize
+        return flops_per_byte * rate(gemm(MANY_TOKENS, parts), parts[0].nbytes)
 
     def copy(i: int) -> None:
         source = weights[i] if streams is None else pinned[i % PINNED_BUFFERS]
         slab.copy_(source, non_blocking=True)
 
-    link, call_seconds = rate(copy), measure_call(new_device(FAST, 0.0))
+    link = rate(copy)
+    call_seconds, host_call_seconds = measure_call(new_device(FAST, 0.0))
     lanes = weights, new_device(link, call_seconds), clock, seconds, pin_weights
+    split_rates = partial(_rates_of_split_linears, *lanes, host_call_seconds)
     return Rates(
         link=link,
         accelerator=rate(gemm(1, device_weights)),
         host_flops=flops(weights),
         accelerator_flops=flops(device_weights),
         call_seconds=call_seconds,
-        **_rates_of_lanes(partial(_seconds_of_split_linears, *lanes), weights[0].nbytes, link),
+        host_call_seconds=host_call_seconds,
+        **_rates_of_lanes(split_rates, link),
     )
 
 
 def _rates_of_lanes(
-    split_seconds: Callable[[float], tuple[float, float]], nbytes: int, link: float
+    split_rates: Callable[[float], tuple[float, float]], link: float
 ) -> dict[str, float]:
     """The rates of the lanes that are threads: each alone, and both with work for equal times.
 
     Args:
-        split_seconds: by the host's share, `_seconds_of_split_linears` of `nbytes` each.
+        split_rates: by the host's share, `_rates_of_split_linears`.
     """
-    staging, host = nbytes / split_seconds(0.0)[0], nbytes / split_seconds(1.0)[1]
-    alpha = host / (host + staging)
-    per_call, in_call = split_seconds(alpha)
-    host_beside_link = alpha * nbytes / in_call
-    both = (1 - alpha) * nbytes / per_call + host_beside_link
+    staging, host = split_rates(0.0)[0], split_rates(1.0)[1]
+    streamed_beside_host, host_beside_link = split_rates(host / (host + staging))
     return {
         "staging": staging,
         "host": host,
         "host_beside_link": min(host, host_beside_link),
-        "memory": max(both, min(link, staging)),
+        "memory": max(streamed_beside_host + host_beside_link, min(link, staging)),
     }
 
 
-def _seconds_of_split_linears(
+def _rates_of_split_linears(
     weights: list[Tensor],
     device: Device,
     clock: Callable[[], float],
     seconds: float,
     pin_weights: bool,
+    host_call_seconds: float,
     alpha: float,
 ) -> tuple[float, float]:
-    """Seconds of a split linear with one of these weights: (from call to call, in the call).
+    """Bytes per second of split linears with these weights: (streamed, computed by the host).
 
-    The host computes the share `alpha`; nothing is resident. Copies go on between calls.
+    The host computes the share `alpha` of each. Copies go on between calls.
     """
     linears = [nn.Linear(*weight.shape, bias=False, device="meta") for weight in weights]
     for linear, weight in zip(linears, weights, strict=True):
         linear.weight = nn.Parameter(weight, requires_grad=False)
-    model, memory = nn.Sequential(*linears), PINNED_BUFFERS * weights[0].nbytes
+    model, memory = nn.Sequential(*linears), PINNED_BUFFERS * weights[0].nbytes // 2
     x = device.place(torch.ones(1, weights[0].shape[1], dtype=weights[0].dtype))
     pin_memory = "weights" if pin_weights else True
     with dispatch_model(model, {0: memory}, device, alpha=alpha, pin_memory=pin_memory) as handle:
-        per_call = _seconds_per_run(lambda _: model(x), 1, clock, seconds) / len(weights)
-        figures = handle.report()["decode"]
-    between = (len(weights) - 1) * figures["call_seconds"]
-    return per_call, (figures["measured_seconds"] - between) / len(weights)
+        pass_seconds = _seconds_per_run(lambda _: model(x), 1, clock, seconds)
+        figures, splits = handle.report()["decode"], handle.plan.splits
+    between = (len(weights) - 1) * figures["call_seconds"] + len(weights) * host_call_seconds
+    in_calls = figures["measured_seconds"] - between
+    streamed = sum(split.streamed("decode") * split.linear.row_bytes for split in splits)
+    by_host = sum(split.alpha("decode") * split.linear.nbytes for split in splits)
+    return streamed / pass_seconds, by_host / max(in_calls, MIN_SHARE * pass_seconds)
 
 
-def measure_call(device: Device) -> float:
-    """Seconds from the end of one call of a split linear to the next, with tiny linears."""
+def measure_call(device: Device) -> tuple[float, float]:
+    """(`call_seconds`, `host_call_seconds`) of `Rates`: of linears so small that all is waiting."""
     linears = [nn.Linear(32, 32, bias=False) for _ in range(NUM_LINEARS)]
     model, memory = nn.Sequential(*linears), NUM_LINEARS * linears[0].weight.nbytes // 2
     x = device.place(torch.ones(1, 32))
     with dispatch_model(model, {0: memory}, device, alpha=0.5) as handle, torch.inference_mode():
         for _ in range(5):
             model(x)
-        return handle.report()["decode"]["call_seconds"]
+        figures = handle.report()["decode"]
+    between = figures["call_seconds"]
+    in_calls = figures["measured_seconds"] - (NUM_LINEARS - 1) * between
+    return between, max(0.0, in_calls / NUM_LINEARS)
 
 
 def _synchronized_clock(streams: Streams) -> Callable[[], float]:

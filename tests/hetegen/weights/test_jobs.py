@@ -200,6 +200,14 @@ def test_the_link_is_never_idle_where_it_is_the_bottleneck() -> None:
         assert next_copy.start == pytest.approx(copy.end, abs=1e-12)
 
 
+def test_a_pass_in_which_the_host_computes_all_takes_the_fixed_time_of_each_call() -> None:
+    linears = tuple(Linear(f"{i}", 64, 16, 4) for i in range(4))
+    rates = Rates(1e5, 3e5, 1e6, call_seconds=1e-3, host_call_seconds=2e-3)
+    plan = make_plan(Request(linears, rates, accelerator_bytes=4096, alpha=1.0))
+    computing = sum(linear.nbytes for linear in linears) / rates.host
+    assert plan.decode_seconds == pytest.approx(computing + 4 * (1e-3 + 2e-3))
+
+
 def test_copies_for_the_next_token_start_before_the_pass_ends() -> None:
     linears = tuple(Linear(f"{i}", 64, 16, 4) for i in range(4))
     plan = make_plan(Request(linears, Rates(1e5, 3e5, 1e8), accelerator_bytes=4096))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -30,27 +31,35 @@ def draw_rates(rng: random.Random) -> Rates:
     return Rates(link, host, accelerator, memory=max(memory, link))
 
 
+def draw_call(rng: random.Random, rates: Rates, nbytes: float) -> Rates:
+    """The rates with a fixed time of the host's calls, in 7 of 10 cases: up to 2 times W / link."""
+    share = rng.choice([0.0] * 3 + [10 ** rng.uniform(-3, 0.3) for _ in range(7)])
+    return replace(rates, host_call_seconds=share * nbytes / rates.link)
+
+
 def test_no_alpha_of_a_grid_is_faster_than_the_best_alpha() -> None:
     for seed in range(NUM_SEEDS):
         rng = random.Random(seed)
-        rates, resident = draw_rates(rng), rng.choice([0.0, rng.random()])
+        nbytes, resident = rng.uniform(1, 1e9), rng.choice([0.0, rng.random()])
+        rates = draw_call(rng, draw_rates(rng), nbytes)
         alphas = [(1 - resident) * i / ALPHA_STEPS for i in range(ALPHA_STEPS + 1)]
-        fastest = min(seconds_per_byte(alpha, resident, rates) for alpha in alphas)
-        alpha = best_alpha(resident, rates)
+        fastest = min(seconds_per_byte(alpha, resident, rates, nbytes) for alpha in alphas)
+        alpha = best_alpha(resident, rates, nbytes)
         assert 0 <= alpha <= 1 - resident, seed
-        assert seconds_per_byte(alpha, resident, rates) <= fastest * (1 + 1e-12), seed
+        assert seconds_per_byte(alpha, resident, rates, nbytes) <= fastest * (1 + 1e-12), seed
 
 
 def test_no_whole_number_of_host_rows_is_faster_than_the_plans() -> None:
     for seed in range(NUM_SEEDS):
         rng = random.Random(seed)
-        rates, rows = draw_rates(rng), rng.randint(1, 60)
+        linear = Linear("drawn", rows := rng.randint(1, 60), 1024, 2)
+        rates = draw_call(rng, draw_rates(rng), linear.nbytes)
         resident = rng.randint(0, rows)
         seconds = [
-            seconds_per_byte(host / rows, resident / rows, rates)
+            seconds_per_byte(host / rows, resident / rows, rates, linear.nbytes)
             for host in range(rows - resident + 1)
         ]
-        assert seconds[host_rows(rows, resident, rates, None)] == min(seconds), seed
+        assert seconds[host_rows(linear, resident, rates, None)] == min(seconds), seed
 
 
 def draw_weights(rng: random.Random) -> list[WeightUse]:
@@ -99,6 +108,13 @@ def test_a_host_3_17_times_as_fast_as_the_link_gains_317_percent_as_in_the_paper
     streaming = seconds_per_byte(0, 0, rates)
     with_host = seconds_per_byte(best_alpha(0, rates), 0, rates)
     assert streaming / with_host == pytest.approx(4.17, rel=1e-3)
+
+
+def test_a_host_whose_call_takes_as_long_as_streaming_computes_nothing_of_a_small_weight() -> None:
+    rates = Rates(link=1e9, host=2e9, accelerator=1e12, host_call_seconds=1e-3)
+    assert best_alpha(0, rates, nbytes=1e6) == 0
+    assert best_alpha(0, rates, nbytes=2e6) == pytest.approx(1 / 3)  # 2/3 of the time is left
+    assert best_alpha(0, rates) == pytest.approx(2 / 3)
 
 
 class TestContendedMemory:

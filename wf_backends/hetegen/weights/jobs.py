@@ -136,6 +136,7 @@ class SimulatedDevice:
             for job in self._maker.make_jobs(linear, phase):
                 resources = [job.lane] if job.slab is None else [job.lane, job.slab]
                 start = max(self.now, *(self._free_at[resource] for resource in resources))
+                start += self._plan.rates.host_call_seconds if job.lane == "host" else 0.0
                 end = start + self._plan.seconds_of(job, phase)
                 self._free_at.update(dict.fromkeys(resources, end))
                 self.timed_jobs.append(TimedJob(job, start, end))

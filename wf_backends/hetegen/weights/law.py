@@ -3,10 +3,11 @@
 A weight has W bytes. The share rho is resident in the accelerator's memory, the share alpha is
 computed by the host in its own memory, and the rest is streamed to the accelerator:
 
-    T = max( alpha W / host,  (1 - alpha - rho) W / link,  (1 - rho) W / memory,
+    T = max( host_call + alpha W / host,  (1 - alpha - rho) W / link,  (1 - rho) W / memory,
              (1 - alpha) W / accelerator )
 
-The four terms overlap in time. The third one, the host's memory, counts only while the host and the
+The four terms overlap in time. host_call, the way of inputs to the host and of outputs back, counts
+only where the host works. The third term, the host's memory, counts only while the host and the
 link both work: together they may get less of its bandwidth than one of them alone.
 """
 
@@ -37,6 +38,8 @@ class Rates:
         host_flops, accelerator_flops: operations per second, which bound a GEMM over many tokens.
         call_seconds: from the end of one call of a split linear to the next: what the model
             computes in between, and waiting for lanes.
+        host_call_seconds: what a host's GEMM takes beside reading its rows: its input's way to
+            the host, waking a thread, its output's way back.
     """
 
     link: float
@@ -48,11 +51,12 @@ class Rates:
     host_flops: float = inf
     accelerator_flops: float = inf
     call_seconds: float = 0.0
+    host_call_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
-            if name == "call_seconds":
+            if name.endswith("_seconds"):
                 if not (is_real(value) and 0 <= value < inf):
                     raise ValueError(f"{name} must be at least 0 seconds, got {value!r}")
             elif not (is_real(value) and value > 0):
@@ -96,38 +100,48 @@ class Rates:
         return max(self.link, self.host, min(self.link + self.host, self.memory))
 
 
-def seconds_per_byte(alpha: float, resident: float, rates: Rates) -> float:
-    """T / W of the law, with rho = `resident` and the rates for a pass's tokens (`Rates.at`)."""
+def seconds_per_byte(alpha: float, resident: float, rates: Rates, nbytes: float = inf) -> float:
+    """T / W of the law, with rho = `resident` and the rates for a pass's tokens (`Rates.at`).
+
+    Args:
+        nbytes: W, over which host_call is spread; inf: it does not count.
+    """
     streamed = max(0.0, 1 - alpha - resident)
     both_work = alpha > 0 and streamed > ROUNDING
     return max(
-        alpha / rates.host,
+        rates.host_call_seconds / nbytes + alpha / rates.host if alpha > 0 else 0.0,
         streamed / rates.link,
         (1 - resident) / rates.memory if both_work else 0.0,
         (1 - alpha) / rates.accelerator,
     )
 
 
-def best_alpha(resident: float, rates: Rates) -> float:
-    """The alpha with the smallest T of the law: 0, 1 - rho, or in between
+def best_alpha(resident: float, rates: Rates, nbytes: float = inf) -> float:
+    """The alpha with the smallest T of the law: 0, 1 - rho, or in between, with c = host_call / W
 
-        alpha = min( 1 - rho,  max( (1 - rho) / (1 + link / host),  1 / (1 + accelerator / host) ) )
+        alpha = min( 1 - rho,  max( ((1 - rho) / link - c) / (1 / link + 1 / host),
+                                    (1 / accelerator - c) / (1 / accelerator + 1 / host) ) )
 
-    alpha / host grows with alpha and the other terms fall, so T is smallest where the first term
-    equals the largest of the others, or where nothing is left to stream.
+    The first term grows with alpha and the others fall, so T is smallest where it equals the
+    largest of the others, or where nothing is left to stream.
+
+    Args:
+        nbytes: as in `seconds_per_byte`.
     """
-    with_link = (1 - resident) / (1 + rates.link / rates.host)
-    with_accelerator = 1 / (1 + rates.accelerator / rates.host)
-    balanced = min(1 - resident, max(with_link, with_accelerator))
+    link, host, accelerator = 1 / rates.link, 1 / rates.host, 1 / rates.accelerator
+    call = rates.host_call_seconds / nbytes
+    with_link = ((1 - resident) * link - call) / (link + host)
+    with_accelerator = (accelerator - call) / (accelerator + host)
+    balanced = max(0.0, min(1 - resident, max(with_link, with_accelerator)))
     alphas = balanced, 1 - resident, 0.0
-    return min(alphas, key=lambda alpha: seconds_per_byte(alpha, resident, rates))
+    return min(alphas, key=lambda alpha: seconds_per_byte(alpha, resident, rates, nbytes))
 
 
 def resident_limits(rates: Rates) -> tuple[float, float]:
     """(rho up to which a resident byte saves time, rho above which a resident byte costs time).
 
     With the best alpha T / W = max( (1 - rho) / served, 1 / (accelerator + host) ), until 1 - rho
-    is less than the alpha of the second term.
+    is less than the alpha of the second term. host_call does not count.
     """
     together = rates.accelerator + rates.host
     useful = 1 - rates.served / together if isfinite(together) else 1.0

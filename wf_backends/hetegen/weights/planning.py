@@ -16,7 +16,7 @@ from wf_backends.hetegen.weights.law import (
     residency,
     seconds_per_byte,
 )
-from wf_backends.hetegen.weights.plan import PHASES, Plan, Request, Split
+from wf_backends.hetegen.weights.plan import PHASES, Linear, Plan, Request, Split
 
 MIN_COPY_CALLS = 5  # a copy takes at least this many times call_seconds
 SLABS_PER_LINEAR = 4  # slabs that the streamed rows of the largest linear fill
@@ -76,7 +76,8 @@ def _slab_bytes(request: Request, alpha: float | None) -> int:
     rates = request.rates_at(request.linears[0], "decode")
     sizes = [linear.nbytes for linear in request.linears]
     resident = request.linear_bytes / sum(sizes)
-    streamed = 1 - resident - (best_alpha(resident, rates) if alpha is None else alpha)
+    best = best_alpha(resident, rates, max(sizes))
+    streamed = 1 - resident - (best if alpha is None else alpha)
     target = int(streamed * max(sizes) / SLABS_PER_LINEAR)
     min_bytes = int(MIN_COPY_CALLS * rates.call_seconds * rates.link)
     max_bytes = request.linear_bytes // request.slabs
@@ -99,8 +100,7 @@ def split_plan(request: Request, alpha: float | None) -> Plan:
     for linear, share in zip(request.linears, shares, strict=True):
         resident = floor(share * linear.rows + 1e-9)
         host = (
-            host_rows(linear.rows, resident, request.rates_at(linear, phase), alpha)
-            for phase in PHASES
+            host_rows(linear, resident, request.rates_at(linear, phase), alpha) for phase in PHASES
         )
         splits.append(Split(linear, resident, *(linear.rows - resident - rows for rows in host)))
     if any(split.streamed_decode or split.streamed_prefill for split in splits):
@@ -108,8 +108,9 @@ def split_plan(request: Request, alpha: float | None) -> Plan:
     return Plan(request, tuple(splits), slab_bytes=0, slabs=0)
 
 
-def host_rows(rows: int, resident: int, rates: Rates, alpha: float | None) -> int:
+def host_rows(linear: Linear, resident: int, rates: Rates, alpha: float | None) -> int:
     """How many of a linear's rows the host computes: nearest to `alpha`, or the best by the law."""
+    rows, nbytes = linear.rows, linear.nbytes
     max_rows = rows - resident
     if alpha is not None:
         return min(round(alpha * rows), max_rows)
@@ -119,7 +120,8 @@ def host_rows(rows: int, resident: int, rates: Rates, alpha: float | None) -> in
 
     def seconds(host: int) -> float:
         both_work = 0 < host < max_rows
-        return seconds_per_byte(host / rows, resident / rows, shared if both_work else rates)
+        best_rates = shared if both_work else rates
+        return seconds_per_byte(host / rows, resident / rows, best_rates, nbytes)
 
-    best = floor(best_alpha(resident / rows, shared) * rows)
+    best = floor(best_alpha(resident / rows, shared, nbytes) * rows)
     return min({best, min(best + 1, max_rows), max_rows, 0}, key=seconds)
