@@ -21,7 +21,7 @@ from wf_backends.hetegen.accelerator import Accelerator, Streams
 from wf_backends.hetegen.device import ShapedDevice
 from wf_backends.hetegen.dispatch import dispatch_model
 from wf_backends.hetegen.runner import Device
-from wf_backends.hetegen.weights import Rates
+from wf_backends.hetegen.weights import Rates, best_alpha
 
 WEIGHT_BYTES = 2**27  # a weight of the models that are too large for an accelerator
 NUM_WEIGHTS = 6  # more than caches hold
@@ -29,6 +29,7 @@ PINNED_BUFFERS = 3  # as many as a plan has slabs by default
 MANY_TOKENS = 256  # in a GEMM that operations bound, not memory
 NUM_LINEARS = 200  # of the model whose calls are timed
 FAST = 1e13  # bytes per second: work takes no time
+MAX_ALPHA = 0.8  # where both lanes work: an eighth is resident at most, and the rest streamed
 MIN_SHARE = 0.1  # of a pass, that the host's GEMM takes at least: the rest is a difference
 
 
@@ -102,20 +103,25 @@ def measure_rates(
         accelerator_flops=flops(device_weights),
         call_seconds=call_seconds,
         host_call_seconds=host_call_seconds,
-        **_rates_of_lanes(split_rates, link),
+        **_rates_of_lanes(split_rates, link, call_seconds + host_call_seconds, weights[0].nbytes),
     )
 
 
 def _rates_of_lanes(
-    split_rates: Callable[[float], tuple[float, float]], link: float
+    split_rates: Callable[[float], tuple[float, float]], link: float, call: float, nbytes: int
 ) -> dict[str, float]:
     """The rates of the lanes that are threads: each alone, and both with work for equal times.
 
     Args:
-        split_rates: by the host's share, `_rates_of_split_linears`.
+        split_rates: by the host's share, `_rates_of_split_linears` of `nbytes` each.
+        call: seconds for which only the link works, with each linear.
     """
     staging, host = split_rates(0.0)[0], split_rates(1.0)[1]
-    streamed_beside_host, host_beside_link = split_rates(host / (host + staging))
+    streamed_beside_host, host_beside_link = staging, host
+    for _ in range(2):  # first with the work that takes equal times if none disturbs the other
+        both = Rates(streamed_beside_host, host_beside_link, FAST, host_call_seconds=call)
+        alpha = best_alpha(0.0, both, nbytes) or host / (host + staging)
+        streamed_beside_host, host_beside_link = split_rates(min(alpha, MAX_ALPHA))
     return {
         "staging": staging,
         "host": host,
@@ -140,7 +146,7 @@ def _rates_of_split_linears(
     linears = [nn.Linear(*weight.shape, bias=False, device="meta") for weight in weights]
     for linear, weight in zip(linears, weights, strict=True):
         linear.weight = nn.Parameter(weight, requires_grad=False)
-    model, memory = nn.Sequential(*linears), PINNED_BUFFERS * weights[0].nbytes // 2
+    model, memory = nn.Sequential(*linears), PINNED_BUFFERS * weights[0].nbytes // 4
     x = device.place(torch.ones(1, weights[0].shape[1], dtype=weights[0].dtype))
     pin_memory = "weights" if pin_weights else True
     with dispatch_model(model, {0: memory}, device, alpha=alpha, pin_memory=pin_memory) as handle:
