@@ -35,6 +35,7 @@ PROMPT = 16  # tokens
 WARM_UP_PASSES = 3  # the prompt and two tokens
 NUM_SLABS = 3
 DEVICES = {"cuda": "cuda:0", "cpu": "cpu"}
+SETTINGS = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # with which the host computes
 TIME_LIMIT_S = 230  # after it the process ends itself with a traceback
 HEAD = ("", "memory", "batch", "alpha", "tokens/s", "pass s", "linears s", "predicted s")
 HEAD += ("measured / predicted", "call ms", "GPU GB: planned, peak")
@@ -96,8 +97,8 @@ def main() -> None:
 
 def print_machine(device: str) -> None:
     card = torch.cuda.get_device_name() if device == "cuda" else "no GPU"
-    threads = f"{torch.get_num_threads()}, OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS')}"
-    print(f"torch {torch.__version__}, {card}; {cpu_name()}, {cores_and_load()}, threads {threads}")
+    settings = ", ".join(f"{name} {os.environ.get(name)}" for name in SETTINGS)
+    print(f"torch {torch.__version__}, {card}; {cpu_name()}, {cores_and_load()}; {settings}")
 
 
 def make_model(layers: int, width: int, random_device: str) -> nn.Module:
