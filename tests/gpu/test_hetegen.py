@@ -232,6 +232,22 @@ def test_calls_between_linears_that_lock_the_driver_cause_no_deadlock() -> None:
     assert largest(relative_error(out, MLP(12, 256)(x)) for out in outputs) <= MAX_ERROR
 
 
+def test_calls_on_alternating_streams_are_exact() -> None:
+    """The host's inputs and outputs have the same pinned memory in all calls."""
+    model, batches = MLP(num_layers=6, width=1024), torch.randn(8, 3, 1024)
+    expected = [MLP(6, 1024)(x) for x in batches]
+    inputs, streams = batches.to(GPU), [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    outputs: list[Tensor] = []
+    with dispatch_model(model, max_memory(model, 0.4), Accelerator(RATES)), torch.no_grad():
+        for i, x in enumerate(inputs):
+            with torch.cuda.stream(streams[i % 2]):
+                torch.cuda._sleep(10**7 * (i % 2))  # ms, so that the other stream is ahead
+                outputs.append(model(x))
+        torch.cuda.synchronize()
+    assert largest(map(relative_error, (out.cpu() for out in outputs), expected)) <= MAX_ERROR
+
+
 def test_measured_rates_are_plausible() -> None:
     rates = measure_rates(accelerator.Streams(), torch.bfloat16, width=2048, seconds=0.1)
     print(f"\n{torch.get_num_threads()} thread: {rates}")
