@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -55,6 +56,26 @@ def test_bench_hetero_predicts_tokens_per_second(wallfacer, cache: Path) -> None
     assert code == 0 and "alpha 0.75" in out
     predicted = re.findall(r"(HeteGen|streaming|the CPU alone) +([\d.]+) tokens/s", out)
     assert predicted == [("HeteGen", "4.00"), ("streaming", "1.00"), ("the CPU alone", "3.00")]
+
+
+def test_bench_hetero_counts_the_fixed_time_of_the_hosts_calls(wallfacer, cache: Path) -> None:
+    """1 ms for each of 150 weights of 134 MB, beside the third of a second that the host computes."""
+    content = {"device": "cuda:0", "rates": RATES | {"host_call_seconds": 1e-3}}
+    (cache / "hetero-lab-bfloat16.json").write_text(json.dumps(content))
+    out = wallfacer("bench-hetero", "--model-size", "20GB", "--cache-dir", str(cache))[1]
+    alone = re.search(r"the CPU alone +([\d.]+) tokens/s", out)
+    assert alone and float(alone[1]) == pytest.approx(1 / (1 / 3 + 0.149), rel=0.01)
+
+
+@pytest.mark.parametrize("given", [None, "AVX2"])
+def test_bench_hetero_computes_without_amx_unless_told_otherwise(
+    wallfacer, cache: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", given or "")
+    if given is None:
+        monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    assert wallfacer("bench-hetero", "--cache-dir", str(cache))[0] == 0
+    assert os.environ["ONEDNN_MAX_CPU_ISA"] == (given or "AVX512_CORE_BF16")
 
 
 def test_bench_hetero_measures_once_per_dtype(wallfacer, tmp_path: Path, measured) -> None:

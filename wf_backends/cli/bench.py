@@ -120,8 +120,7 @@ def show(plans: list[Plan], times: list[float], request: Request, as_json: bool)
 def priced(request: Request) -> Request:
     """The request with a kernel that has a rate: the one that runs, or the topology's first."""
     rates, kernel = request.topology.kernels, request.workload.kernel
-    if kernel not in dict(rates):
-        kernel = rates[0][0]
+    kernel = kernel if kernel in dict(rates) else rates[0][0]
     return replace(request, workload=replace(request.workload, kernel=kernel))
 
 
