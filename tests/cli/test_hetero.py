@@ -59,7 +59,7 @@ def test_bench_hetero_predicts_tokens_per_second(wallfacer, cache: Path) -> None
 
 
 def test_bench_hetero_counts_the_fixed_time_of_the_hosts_calls(wallfacer, cache: Path) -> None:
-    """1 ms for each of 150 weights of 134 MB, beside the third of a second that the host computes."""
+    """1 ms for each of 149 weights of 134 MB, beside a third of a second of computing."""
     content = {"device": "cuda:0", "rates": RATES | {"host_call_seconds": 1e-3}}
     (cache / "hetero-lab-bfloat16.json").write_text(json.dumps(content))
     out = wallfacer("bench-hetero", "--model-size", "20GB", "--cache-dir", str(cache))[1]
