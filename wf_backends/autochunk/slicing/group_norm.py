@@ -11,12 +11,14 @@ from torch import Tensor, fx
 
 from wf_backends.autochunk.slicing.call import Call, Reads, Rows, Rule, Table, aten, same_rows
 
+NUM_PARTS = 8  # in which statistics are computed: more are slower, and fewer take more memory
+
 
 def group_statistics(x: Tensor, groups: int, eps: float) -> Tensor:
     """Mean and 1 / sqrt(variance + eps) of each group.
 
-    Calls torch's kernel for one group at a time. The kernel also returns the normalized group, so
-    that at most the bytes of one group are allocated beside `x`.
+    Calls torch's kernel for a part of the groups at a time. The kernel also returns the normalized
+    part, so that at most the bytes of one part are allocated beside `x`.
 
     Args:
         x: (batch, channels, space ...), any float dtype.
@@ -25,11 +27,13 @@ def group_statistics(x: Tensor, groups: int, eps: float) -> Tensor:
         (batch, groups, 2): mean and rstd, in float32, of a float64 `x` in float64.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    group_sizes = (len(x), x.shape[1] // groups, x[0, 0].numel())  # batch, channels, space
-    mean_rstd = [
-        torch.native_group_norm(part.to(dtype).contiguous(), None, None, *group_sizes, 1, eps)[1:]
-        for part in x.chunk(groups, dim=1)
-    ]
+    channels = x.shape[1] // groups  # of a group
+    mean_rstd = []
+    for part in x.split(-(-groups // NUM_PARTS) * channels, dim=1):
+        sizes = len(x), part.shape[1], x[0, 0].numel(), part.shape[1] // channels
+        dense = part.to(dtype).contiguous()
+        mean_rstd.append(torch.native_group_norm(dense, None, None, *sizes, eps)[1:])
+        del dense  # before the next part is copied
     return torch.stack([torch.cat(values, 1) for values in zip(*mean_rstd, strict=True)], -1)
 
 
