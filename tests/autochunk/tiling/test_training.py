@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
@@ -22,6 +22,8 @@ from tests.autochunk.tiling.helpers import WIDTH as NARROW
 from tests.autochunk.tiling.helpers import TwoLayers, tiled_modules
 from wf_backends.autochunk.graph import StorageTracker
 from wf_backends.autochunk.tiling import TrainingPlan, apply_training, plan_training
+from wf_backends.autochunk.tiling.row_counts import refuse_row_counts
+from wf_backends.autochunk.tiling.tiles import Tiles
 
 FEW_ROWS = 128  # where a plan is made again and again for more tiles
 NOTHING = TrainingPlan((), 0, 0, 0.0)
@@ -402,3 +404,19 @@ def test_modules_and_loss_of_transformers_models(
     with apply_training(model, plan):
         torch.manual_seed(0)
         torch.testing.assert_close(model(**batch).loss, expected_loss, rtol=1e-5, atol=1e-5)
+
+
+def test_a_module_is_compared_with_its_tiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the plan grows afterwards, here by MLPs of another width."""
+    compared: list[Tiles] = []
+
+    def counted(model: nn.Module, tiles: Collection[Tiles], *inputs: Any) -> None:
+        compared.extend(tiles)
+        refuse_row_counts(model, tiles, *inputs)
+
+    monkeypatch.setattr("wf_backends.autochunk.tiling.training.refuse_row_counts", counted)
+    model = build_decoder()
+    model.mlp[1].up, model.mlp[1].down = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
+    plan = plan_of(model, max_slowdown=1.0)
+    assert planned_modules(plan) == ["head", "mlp.1", "mlp.0"]
+    assert sorted(map(str, compared)) == sorted(map(str, plan.tiles))

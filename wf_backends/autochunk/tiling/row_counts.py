@@ -8,7 +8,7 @@ of its call in an attribute, such as an auxiliary loss: this would be that of on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ PRODUCTS = {aten.bmm.default: aten.mm.default}
 
 
 def refuse_row_counts(
-    model: nn.Module, tiles: Sequence[Tiles], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: nn.Module, tiles: Collection[Tiles], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Refuse modules that would compute something else on their tiles.
 

@@ -186,6 +186,7 @@ class _Search:
         elif head is not None:
             self.groups.insert(0, [head])
         self.refused = tuple({c.class_name: c.reason for c in refused}.items())
+        self._compared: set[Tiles] = set()  # tiles that compute what the whole module computes
         self._rows = {c.module: c.rows for group in self.groups for c in group}
         self._costs = dict.fromkeys(self._rows, 0.0)  # of all calls of a module
         for group in self.groups:
@@ -199,7 +200,8 @@ class _Search:
         Raises:
             CaptureError, NotImplementedError: if a module cannot be computed in these tiles.
         """
-        refuse_row_counts(self.model, tiles, self.args, self.kwargs)
+        refuse_row_counts(self.model, set(tiles) - self._compared, self.args, self.kwargs)
+        self._compared.update(tiles)
         with install(self.model, tiles):
             return training_peak(self.model, self.args, self.kwargs)
 
