@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from wf_backends.autochunk.cost import Rates
 from wf_backends.autochunk.graph.capture import capture
 from wf_backends.autochunk.graph.memory import Effects, read_steps
 from wf_backends.autochunk.region import slice_length
+from wf_backends.autochunk.search import candidate_in
 from wf_backends.autochunk.select import Search, Selection
 from wf_backends.autochunk.slicing import sources
 
@@ -31,7 +33,7 @@ def test_no_region_has_more_slices_than_the_peak_needs() -> None:
     """The wall decides the peak: slices of the scores need not be as small as possible."""
     selection = search_of(attention_and_spectrum, torch.zeros(512, 8)).within_memory(1)
     (choice,) = selection.choices
-    (candidate,) = choice.candidates
+    candidate = choice.first
     assert choice.num_slices == candidate.slices_within(selection.peak)
     assert choice.num_slices < candidate.max_slices
 
@@ -48,7 +50,7 @@ def test_regions_are_replaced_by_a_wider_one_if_they_leave_a_peak_above_the_budg
     search, budget = search_of(mlp_with_skip_connections, torch.zeros(256, 16)), 66 * 1024
     selection = search.within_memory(budget)
     (choice,) = selection.choices
-    (candidate,) = choice.candidates
+    candidate = choice.first
     assert (candidate.lo, candidate.hi) == (0, len(search.steps.steps) - 1)
     assert selection.peak <= budget < max(search.steps.peaks)
 
@@ -70,15 +72,22 @@ def test_very_long_slices_on_cuda_have_a_multiple_of_128_rows(num_slices: int, l
     assert slice_length(flow, num_slices) == length
 
 
-def test_equal_layers_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve layers ask the rules no more often than four."""
+@pytest.mark.parametrize(
+    ("place", "function"),
+    [("graph.memory.sources", sources), ("select.candidate_in", candidate_in)],
+    ids=["rules", "candidates"],
+)
+def test_equal_layers_are_searched_once(
+    monkeypatch: pytest.MonkeyPatch, place: str, function: Callable[..., Any]
+) -> None:
+    """For twelve layers as few rules are asked, and as few candidates made, as for four."""
     calls: list[object] = []
 
     def counted(*args: Any) -> Any:
         calls.append(args)
-        return sources(*args)
+        return function(*args)
 
-    monkeypatch.setattr("wf_backends.autochunk.graph.memory.sources", counted)
+    monkeypatch.setattr(f"wf_backends.autochunk.{place}", counted)
     num_calls = {}
     for num_layers in (4, 12):
 
@@ -89,7 +98,7 @@ def test_equal_layers_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None
 
         calls.clear()
         selection = search_of(layers, torch.zeros(1, 256, 8)).within_slowdown(100.0)
-        num_regions = sum(len(choice.candidates) for choice in selection.choices)
+        num_regions = sum(len(choice.layers) for choice in selection.choices)
         assert num_regions == 2 * num_layers - 1  # attention, and sums over all but the input
         num_calls[num_layers] = len(calls)
     assert 0 < num_calls[12] <= num_calls[4]

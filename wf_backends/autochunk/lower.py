@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -19,7 +19,7 @@ from wf_backends.autochunk.graph import (
 )
 from wf_backends.autochunk.plan import ChunkedPart
 from wf_backends.autochunk.region import Bodies, ChunkedRegion, Region, region_key
-from wf_backends.autochunk.search import candidate_in
+from wf_backends.autochunk.search import Candidate, candidate_in
 from wf_backends.autochunk.slicing import join_group_norms
 
 Window = Sequence[fx.Node]  # the nodes from a region's first operator to its last
@@ -97,14 +97,19 @@ def find_region(graph: Steps, part: ChunkedPart) -> tuple[Window, Region]:
     if lo is None or hi is None:
         raise ValueError(f"{name} is not in this graph")
     candidate = candidate_in(graph, lo, hi, part.dim) if lo <= hi else None
-    flow = candidate.flow if candidate else None
-    if flow is None or (flow.rows, len(flow.operators)) != (part.rows, part.operators):
+    sizes = candidate and (candidate.flow.rows, len(candidate.flow.operators))
+    if candidate is None or sizes != (part.rows, part.operators):
         raise ValueError(f"{name} is not this graph's")
-    overwritten = candidate.overwritten if candidate and part.overwritten else None
+    overwritten = candidate.overwritten if part.overwritten else None
     if part.overwritten and (overwritten is None or overwritten.name != part.overwritten):
         raise ValueError(f"{name} may not overwrite {part.overwritten}")
-    window = [step.node for step in graph.steps[lo : hi + 1]]
-    return window, Region(flow, part.length, overwritten)
+    return region_of(graph, replace(candidate, overwritten=overwritten), part.length)
+
+
+def region_of(graph: Steps, candidate: Candidate, length: int) -> tuple[Window, Region]:
+    """The region of a candidate in slices of `length` rows, and its window."""
+    window = [step.node for step in graph.steps[candidate.lo : candidate.hi + 1]]
+    return window, Region(candidate.flow, length, candidate.overwritten)
 
 
 def _effect(region: Region, module: ChunkedRegion, effects: Effects) -> Effect:

@@ -28,7 +28,7 @@ from wf_backends.autochunk.graph import (
     unchunked_peak,
     with_copies,
 )
-from wf_backends.autochunk.lower import Lowered, Profile, find_region, lower
+from wf_backends.autochunk.lower import Lowered, Profile, find_region, lower, region_of
 from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
 from wf_backends.autochunk.region import slice_length
 from wf_backends.autochunk.search import Candidate
@@ -128,12 +128,14 @@ def _build_plan(
     for share in BUDGET_SHARES if selection.peak <= memory < inf else BUDGET_SHARES[:1]:
         if share < 1:
             selection = search.within_memory(int(share * memory))
-        parts = tuple(
-            _part(search.steps, candidate, choice.num_slices)
+        found = [
+            (candidate, slice_length(candidate.flow, choice.num_slices))
             for choice in selection.choices
-            for candidate in choice.candidates
-        )
-        lowered = _lower_parts(search.steps, parts)
+            for candidate in search.candidates(choice)
+        ]
+        parts = tuple(_part(search.steps, *pair) for pair in found)
+        regions = [region_of(search.steps, *pair) for pair in found]
+        lowered = lower(search.steps.graph, regions, search.steps.effects)
         plan = replace(unchunked, regions=parts, peak=lowered.peak, slowdown=selection.slowdown)
         tried.append((replace(plan, copied=search.copied), lowered))
         if lowered.peak <= memory:
@@ -180,13 +182,13 @@ def _lower_parts(steps: Steps, parts: tuple[ChunkedPart, ...]) -> Lowered:
     return lower(steps.graph, regions, steps.effects)
 
 
-def _part(steps: Steps, candidate: Candidate, num_slices: int) -> ChunkedPart:
+def _part(steps: Steps, candidate: Candidate, length: int) -> ChunkedPart:
     flow = candidate.flow
     return ChunkedPart(
         first=steps.steps[candidate.lo].node.name,
         last=steps.steps[candidate.hi].node.name,
         dim=flow.end.dim,
-        length=slice_length(flow, num_slices),
+        length=length,
         rows=flow.rows,
         operators=len(flow.operators),
         where=_common_module([op.node for op in flow.operators]),

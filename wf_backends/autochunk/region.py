@@ -66,7 +66,7 @@ def slice_length(flow: Flow, num_slices: int) -> int:
     multiple of that, for cuDNN's attention.
     """
     length = -(-flow.rows // num_slices)
-    on_cuda = flow.end.node.meta["val"].is_cuda and length > 4 * ROW_MULTIPLE_ON_CUDA
+    on_cuda = length > 4 * ROW_MULTIPLE_ON_CUDA and flow.end.node.meta["val"].is_cuda
     multiple = ROW_MULTIPLE_ON_CUDA if on_cuda else ROW_MULTIPLE
     alignment = lcm(flow.alignment, multiple) if length > multiple else flow.alignment
     rounded = -(-length // alignment) * alignment

@@ -44,6 +44,10 @@ class Candidate:
     overwritten: fx.Node | None  # the input that the flow's end overwrites
 
     @property
+    def num_steps(self) -> int:
+        return self.hi - self.lo + 1
+
+    @property
     def max_slices(self) -> int:
         return min(MAX_SLICES, self.flow.rows // self.flow.alignment)
 
@@ -178,11 +182,10 @@ def _preserves_strides(graph: Steps, flow: Flow) -> bool:
     for op in flow.outputs:
         (storage,), value = graph.storages[op.node], op.node.meta["val"]
         views = graph.nodes_by_storage[storage]
-        dense = layout(torch.empty_like(value)) == layout(value)
-        if dense and graph.storage_bytes[storage] == nbytes(op.node):
-            continue
         if any(view.target is torch.ops.aten.as_strided.default for view in views):
-            return False
+            dense = layout(torch.empty_like(value)) == layout(value)
+            if not dense or graph.storage_bytes[storage] != nbytes(op.node):
+                return False
     return True
 
 

@@ -8,7 +8,7 @@ Unlike in the paper, a cheaper region replaces earlier ones that it overlaps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -35,20 +35,29 @@ NUM_PARTS = 5  # of the range of budgets that is tried again afterwards, from th
 @dataclass(frozen=True)
 class Choice:
     """The same candidate in identical layers, with its number of slices and the seconds that each
-    of the layers takes longer."""
+    of the layers takes longer.
 
-    candidates: tuple[Candidate, ...]
+    `layers` has the layers by their first step. A layer whose live bytes are those of another one
+    has the other one's candidate.
+    """
+
+    layers: Mapping[int, Candidate]
     num_slices: int
     added_seconds: float
 
     @property
+    def first(self) -> Candidate:
+        return next(iter(self.layers.values()))
+
+    @property
     def peak(self) -> int:
         """The bytes that the first candidate's steps need."""
-        return self.candidates[0].peak(self.num_slices)
+        return self.first.peak(self.num_slices)
 
     def overlaps(self, lo: int, hi: int) -> bool:
-        """Whether any of steps [lo, hi] belongs to a candidate."""
-        return any(lo <= candidate.hi and candidate.lo <= hi for candidate in self.candidates)
+        """Whether any of steps [lo, hi] belongs to a layer."""
+        reach = self.first.num_steps
+        return any(start <= hi and lo < start + reach for start in self.layers)
 
 
 @dataclass(frozen=True)
@@ -138,7 +147,7 @@ class Search:
             cheaper = None if step in replaced else self._cheaper(choice, step, budget)
             if cheaper is not None:
                 replaced.add(step)
-                lo, hi = cheaper.candidates[0].lo, cheaper.candidates[0].hi
+                lo, hi = cheaper.first.lo, cheaper.first.hi
                 choices = [other for other in choices if not other.overlaps(lo, hi)]
                 choice = cheaper
             if choice is None or choice.peak >= peak:
@@ -146,7 +155,7 @@ class Search:
             budget = max(budget, choice.peak)
             choices.append(self._in_all_layers(choice, budget, choices))
         choices = [self._with_fewest_slices(choice, peak) for choice in choices]
-        added = sum(choice.added_seconds for choice in choices for _ in choice.candidates)
+        added = sum(choice.added_seconds * len(choice.layers) for choice in choices)
         slowdown = (self._graph_seconds + added) / self._model_seconds - 1
         return Selection(tuple(choices), peak, max(0.0, slowdown))
 
@@ -154,17 +163,20 @@ class Search:
         """The live bytes at each step; of a candidate's steps only one counts, with their peak."""
         peaks = list(self.steps.peaks)
         for choice in choices:
-            for candidate in choice.candidates:
-                peak, lo, hi = candidate.peak(choice.num_slices), candidate.lo, candidate.hi
-                peaks[lo : hi + 1] = [0] * (hi + 1 - lo)
-                peaks[candidate.outside_peak_step if peak == candidate.outside_peak else hi] = peak
+            peak_of = {c: c.peak(choice.num_slices) for c in choice.layers.values()}
+            for lo, candidate in choice.layers.items():
+                peaks[lo : lo + candidate.num_steps] = [0] * candidate.num_steps
+                peak, step = peak_of[candidate], candidate.hi
+                if peak == candidate.outside_peak:
+                    step = candidate.outside_peak_step
+                peaks[lo + step - candidate.lo] = peak
         return peaks
 
     def _with_fewest_slices(self, choice: Choice, peak: int) -> Choice:
         """The choice with no more slices than `peak` needs, which another region may cause."""
-        num_slices = max(c.slices_within(peak) or choice.num_slices for c in choice.candidates)
-        added = self._added_seconds(choice.candidates[0], num_slices)
-        return Choice(choice.candidates, num_slices, added)
+        candidates = set(choice.layers.values())
+        num_slices = max(c.slices_within(peak) or choice.num_slices for c in candidates)
+        return Choice(choice.layers, num_slices, self._added_seconds(choice.first, num_slices))
 
     def _choose(self, step: int, budget: int, chosen: Sequence[Choice]) -> Choice | None:
         """The cheapest candidate around a step that fits, or else the one of least memory."""
@@ -175,7 +187,7 @@ class Search:
         if not fitting and free:
             smallest = min(free, key=lambda candidate: candidate.peak(candidate.max_slices))
             fitting = [(smallest, smallest.max_slices)]
-        choices = (Choice((c,), count, self._added_seconds(c, count)) for c, count in fitting)
+        choices = (Choice({c.lo: c}, n, self._added_seconds(c, n)) for c, n in fitting)
         return min(choices, key=lambda choice: choice.added_seconds, default=None)
 
     def _cheaper(self, choice: Choice | None, step: int, budget: int) -> Choice | None:
@@ -187,6 +199,12 @@ class Search:
         if choice is None or choice.peak > budget:
             return cheapest
         return cheapest if cheapest.added_seconds < choice.added_seconds else None
+
+    def candidates(self, choice: Choice) -> list[Candidate]:
+        """The candidates of a choice, each with the operators of its own layer."""
+        dim, reach = choice.first.flow.end.dim, choice.first.num_steps
+        found = (self._candidate_in(lo, lo + reach - 1, dim) for lo in choice.layers)
+        return [candidate for candidate in found if candidate is not None]
 
     def _added_seconds(self, candidate: Candidate, num_slices: int) -> float:
         """The seconds that slices add: in the operators, for writing outputs, and in the loop."""
@@ -205,20 +223,28 @@ class Search:
     def _in_all_layers(self, choice: Choice, budget: int, chosen: Sequence[Choice]) -> Choice:
         """The choice, with its candidate also in all other steps with the same operators that do
         not fit the budget."""
-        first = choice.candidates[0]
+        first, layers = choice.first, dict(choice.layers)
         signatures = self._signatures[first.lo : first.hi + 1]
         for lo in range(len(self._signatures) - len(signatures) + 1):
             hi = lo + len(signatures) - 1
             if self._signatures[lo] != signatures[0] or self._signatures[lo : hi + 1] != signatures:
                 continue
-            if any(other.overlaps(lo, hi) for other in (choice, *chosen)):
+            if any(other.overlaps(lo, hi) for other in (replace(choice, layers=layers), *chosen)):
                 continue
             if max(self.steps.peaks[lo : hi + 1]) <= budget:
                 continue
-            candidate = self._candidate_in(lo, hi, first.flow.end.dim)
+            candidate = self._candidate_like(first, lo)
             if candidate is not None and candidate.peak(choice.num_slices) <= budget:
-                choice = replace(choice, candidates=(*choice.candidates, candidate))
-        return choice
+                layers[lo] = candidate
+        return replace(choice, layers=layers)
+
+    def _candidate_like(self, first: Candidate, lo: int) -> Candidate | None:
+        """The candidate of the steps from `lo` on, which have the operators of `first`; `first`
+        itself if as many bytes are live at each of them."""
+        hi, live = lo + first.num_steps - 1, self.steps.live
+        if live[lo : hi + 2] == live[first.lo : first.hi + 2]:
+            return first
+        return self._candidate_in(lo, hi, first.flow.end.dim)
 
     def _seconds(self, step: Step) -> float:
         """The predicted time of an operator that is not sliced."""

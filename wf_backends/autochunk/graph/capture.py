@@ -223,7 +223,9 @@ def operator_name(node: fx.Node) -> str:
 
 def tensors(node: fx.Node) -> list[torch.Tensor]:
     """The fake tensors that the node computes."""
-    return [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    value = node.meta.get("val")
+    leaves = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def nbytes(node: fx.Node) -> int:

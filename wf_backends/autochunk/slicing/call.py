@@ -31,9 +31,9 @@ class Rows:
 
     def unclipped(self, lo: int, hi: int) -> tuple[int, int]:
         """The rows that output rows [lo, hi) read, some of them perhaps beyond the border."""
-        first, last = self.scale * lo - self.before, self.scale * hi + self.after
-        assert first.denominator == last.denominator == 1, (self, lo, hi)
-        return int(first), int(last)
+        many, few = self.scale.as_integer_ratio()
+        assert many * lo % few == many * hi % few == 0, (self, lo, hi)
+        return many * lo // few - self.before, many * hi // few + self.after
 
 
 # What a slice reads of each argument, by the argument's name; for a list of tensors a list of Rows.
