@@ -21,13 +21,12 @@ from wf_backends.runtime import gather_shards, move, positions, take_shard
 from wf_backends.schedule import Layout, make_layout, size
 from wf_diffusers.attention import Attention, take_over
 from wf_diffusers.cuts import Cut, Family, find_modules
+from wf_diffusers.refused import refuse_call
 from wf_transformers import Handle
 from wf_transformers.calls import by_name, parameter_names
 
 Arguments = dict[str, Any]
 Hook = Callable[[nn.Module, Any, Tensor], Tensor]
-CACHES_BY_VALUE = ("FBC", "SeaCache")
-"""How the hooks of diffusers' caches begin that compare the values of tokens."""
 
 
 class TransformerHooks:
@@ -72,7 +71,7 @@ class TransformerHooks:
         if (wanted := self._find_gathered(model)) != list(self._gathered):  # adapters came or went
             self._hook_gathered(wanted)
         if self.sp.size > 1:
-            _refuse(model, arguments, self.family)
+            refuse_call(model, arguments, self.family)
             with self.handle.advising():
                 self.sp.check_same(_leaves(arguments))
         for mask, text in self.family.text_masks:
@@ -181,44 +180,6 @@ def _set_argument(arguments: Arguments, path: str, value: Any) -> None:
         arguments[name] = tuple(items)
     elif value is not None:
         arguments[name] = value
-
-
-def _refuse(model: nn.Module, arguments: Arguments, family: Family) -> None:
-    """Refuse a call of which a rank cannot compute its part.
-
-    Raises:
-        NotImplementedError: names the argument or setting.
-    """
-    name = type(model).__name__
-    key, value = family.refused_config
-    if key and getattr(model.config, key, None) == value:
-        raise NotImplementedError(f"{name} has {key}={value!r}, which is not supported")
-    for key, description in family.refused:
-        value = arguments.get(key)
-        if value is not None and not (isinstance(value, dict) and value.keys() <= {"scale"}):
-            raise NotImplementedError(f"{name} was called with {key}: {description}")
-    cuts_timesteps = any(cut.ndim for cut in family.cuts)
-    timestep = arguments.get("timestep")
-    if isinstance(timestep, Tensor) and timestep.dim() > 1 and not cuts_timesteps:
-        raise NotImplementedError(
-            f"{name} was called with a timestep {tuple(timestep.shape)}: timesteps of tokens would "
-            "have to be cut; give one timestep for each sample"
-        )
-    for path, module in model.named_modules():
-        registry = vars(module).get("_diffusers_hook")
-        hooks = [type(hook).__name__ for hook in registry.hooks.values()] if registry else []
-        if any(hook.startswith(CACHES_BY_VALUE) for hook in hooks):
-            raise NotImplementedError(
-                f"{name} has a cache ({', '.join(hooks)} of {path}) that skips blocks by the "
-                "values of tokens: a rank has only some of them, and ranks would skip different "
-                "blocks. Call disable_cache() first"
-            )
-    dropout_rates = (m.p for m in model.modules() if isinstance(m, nn.Dropout))
-    if model.training and any(rate > 0 for rate in dropout_rates):
-        raise NotImplementedError(
-            f"{name} has dropout, and all ranks would drop the same elements, each of its own "
-            "tokens: set it to 0, or call model.eval()"
-        )
 
 
 def stream_layouts(

@@ -12,6 +12,11 @@ pytest.importorskip(
     "diffusers.models.attention_dispatch", reason="diffusers before 0.35 has no attention registry"
 )
 
+from diffusers.hooks.smoothed_energy_guidance_utils import (  # noqa: E402
+    SmoothedEnergyGuidanceConfig,
+    _apply_smoothed_energy_guidance_hook,
+)
+
 import wf_diffusers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.diffusers_models import build  # noqa: E402
@@ -100,6 +105,30 @@ def test_a_cache_that_skips_blocks_by_the_values_of_tokens_is_refused() -> None:
     for model, _ in models:
         model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=1.3))
     assert_call_is_refused(models, NotImplementedError, "FBCHeadBlockHook of transformer_blocks.0")
+
+
+def test_a_guidance_by_values_instead_of_attention_is_refused() -> None:
+    """It would be ignored: perturbed attention, whose scores diffusers skips by a mode of torch."""
+    models = [build("pixart") for _ in range(2)]
+    scores = {"skip_attention": False, "skip_attention_scores": True, "skip_ff": False}
+    config = diffusers.LayerSkipConfig(indices=[1], fqn="transformer_blocks", **scores)
+
+    def run_rank(comm: Any) -> None:
+        model, kwargs = models[comm.rank]
+        with wf_diffusers.attach(model, sequence_parallel(comm)):
+            diffusers.hooks.apply_layer_skip(model, config)
+            with pytest.raises(NotImplementedError, match="AttentionProcessorSkipHook of"):
+                model(**kwargs)
+
+    run_threads(2, run_rank)
+
+
+def test_a_guidance_that_smooths_queries_over_tokens_is_refused() -> None:
+    models = [build("wan") for _ in range(2)]
+    for model, _ in models:
+        config = SmoothedEnergyGuidanceConfig(indices=[1], fqn="blocks")
+        _apply_smoothed_energy_guidance_hook(model, config, 1.0)
+    assert_call_is_refused(models, NotImplementedError, "SmoothedEnergyGuidanceHook of blocks.1")
 
 
 def test_dropout_in_training_is_refused() -> None:

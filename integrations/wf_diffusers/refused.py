@@ -1,0 +1,69 @@
+"""Calls of a transformer of diffusers of which a rank cannot compute its part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from wf_diffusers.cuts import Family
+
+CACHE = (
+    "a cache that skips blocks by the values of tokens: a rank has only some of them, and ranks "
+    "would skip different blocks. Call disable_cache() first"
+)
+HOOKS: Mapping[str, str] = MappingProxyType(
+    {
+        "AttentionProcessorSkip": "a guidance that takes values instead of attention (perturbed "
+        "attention): skip whole blocks, other than the first",
+        "FBC": CACHE,
+        "SeaCache": CACHE,
+        "SmoothedEnergy": "a guidance that smooths the queries of neighbouring tokens: a rank has "
+        "only some of them. Use another guidance",
+    }
+)
+"""How the names of hooks of diffusers begin that are not supported, and why."""
+
+
+def refuse_call(model: nn.Module, arguments: Mapping[str, Any], family: Family) -> None:
+    """Refuse a call of which a rank cannot compute its part.
+
+    Raises:
+        NotImplementedError: names the argument or setting.
+    """
+    name = type(model).__name__
+    key, value = family.refused_config
+    if key and getattr(model.config, key, None) == value:
+        raise NotImplementedError(f"{name} has {key}={value!r}, which is not supported")
+    for key, description in family.refused:
+        value = arguments.get(key)
+        if value is not None and not (isinstance(value, dict) and value.keys() <= {"scale"}):
+            raise NotImplementedError(f"{name} was called with {key}: {description}")
+    cuts_timesteps = any(cut.ndim for cut in family.cuts)
+    timestep = arguments.get("timestep")
+    if isinstance(timestep, Tensor) and timestep.dim() > 1 and not cuts_timesteps:
+        raise NotImplementedError(
+            f"{name} was called with a timestep {tuple(timestep.shape)}: timesteps of tokens would "
+            "have to be cut; give one timestep for each sample"
+        )
+    dropout_rates = (m.p for m in model.modules() if isinstance(m, nn.Dropout))
+    if model.training and any(rate > 0 for rate in dropout_rates):
+        raise NotImplementedError(
+            f"{name} has dropout, and all ranks would drop the same elements, each of its own "
+            "tokens: set it to 0, or call model.eval()"
+        )
+    _refuse_hooks(model)
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        registry = vars(module).get("_diffusers_hook")
+        for hook in registry.hooks.values() if registry else ():
+            kind = type(hook).__name__
+            for beginning, description in HOOKS.items():
+                if kind.startswith(beginning):
+                    raise NotImplementedError(
+                        f"{type(model).__name__} has a {kind} of {path}, {description}"
+                    )
