@@ -202,6 +202,10 @@ def refusal(make: Callable[[], Any], ids: Tensor, **options: Any) -> str:
         ({"use_cache": False}, "generation over ranks needs its cache"),
         ({"past_key_values": ()}, "a ShardedCache"),
         ({"pixel_values": 1}, "LlamaForCausalLM with pixel_values: generation over ranks takes"),
+        ({"guidance_scale": 1.5}, "it runs a second prompt"),
+        ({"assistant_early_exit": 1}, "its drafts leave out layers"),
+        ({"prefill_chunk_size": 8}, "cut over the ranks, not over time"),
+        ({"penalty_alpha": 0.6}, "contrastive search needs the hidden states"),
         ({"position_ids": 1}, "they follow from attention_mask and images"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"attention_mask": torch.tensor([[1] * (PROMPT - 1) + [0]] * 2)}, "padding on the left"),
@@ -209,6 +213,17 @@ def refusal(make: Callable[[], Any], ids: Tensor, **options: Any) -> str:
 )
 def test_options_that_ranks_cannot_follow_are_refused(options: dict[str, Any], message: str):
     assert message in refusal(llama, prompts(), **options)
+
+
+def test_a_second_prompt_of_the_same_model_is_refused():
+    """As classifier-free guidance runs one, whose tokens must not enter the cache."""
+    model = llama().eval()
+
+    def unconditional(ids: Tensor, scores: Tensor) -> Tensor:
+        return scores - model(ids[:, -1:], position_ids=ids[:, -1:] * 0).logits[:, -1]
+
+    text = refusal(lambda: model, prompts(), logits_processor=[unconditional])
+    assert "called with another cache while it generates" in text
 
 
 def test_a_recurrence_is_refused():

@@ -14,6 +14,7 @@ import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.families import NoFloat32  # noqa: E402
 from tests.integrations.media_models import (  # noqa: E402
+    CLIP,
     GRIDS,
     IMAGE,
     MODELS,
@@ -24,7 +25,7 @@ from tests.integrations.media_models import (  # noqa: E402
     num_patches,
     qwen_batch,
 )
-from tests.integrations.transformers_models import sequence_parallel  # noqa: E402
+from tests.integrations.transformers_models import HEADS, SMALL, sequence_parallel  # noqa: E402
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1}
 SHOWN = {"return_dict_in_generate": True, "output_logits": True}
@@ -150,6 +151,24 @@ def test_a_model_of_images_takes_prompts_of_text():
     prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
     expected = alone("qwen2_5_vl", prompt)
     for tokens in on_ranks(3, "qwen2_5_vl", lambda _, go, __: go(prompt)):
+        assert torch.equal(tokens, expected)
+
+
+def gemma3() -> Any:
+    config = transformers.Gemma3Config(
+        text_config={**SMALL, **HEADS, "head_dim": 8, "sliding_window": 5},
+        vision_config={**CLIP, "hidden_size": 16, "intermediate_size": 24},
+        mm_tokens_per_image=4,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Qwen3VLConfig"), reason="4.51 has no registry here")
+def test_gemma_3_with_an_encoder_takes_prompts_of_text(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(MODELS, "gemma3", gemma3)
+    prompt = {"input_ids": torch.arange(3, 40).expand(2, -1)}
+    expected = alone("gemma3", prompt)
+    for tokens in on_ranks(2, "gemma3", lambda _, go, __: go(prompt)):
         assert torch.equal(tokens, expected)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from wf_transformers.batch import is_causal
 from wf_transformers.calls import CACHES, parameter_names
+from wf_transformers.families.media import merging_model
 from wf_transformers.families.mixing import mixers_in
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.generation.cache import ShardedCache
@@ -79,7 +80,7 @@ def _refuse_model(model: Any, handle: Handle) -> None:
         raise ValueError(f"{name} is in training mode, with dropout: call model.eval() first")
     models = outermost(model)
     mixes = len(models) != 1 or stacks_of(models[0]) or mixers_in(models[0])
-    if mixes or not is_causal(model):
+    if mixes or not is_causal(getattr(merging_model(models[0]), "language_model", model)):
         raise NotImplementedError(
             f"{name} cannot generate over ranks: only decoders whose tokens meet in causal "
             "attention alone can; generate on one process, with a model that is not attached"
@@ -93,9 +94,16 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
         "max_time": "ranks would stop at different tokens; give max_new_tokens",
         "cache_implementation": "the cache is the one over ranks; leave it out",
         **dict.fromkeys(CACHES, "give it as cache=, and a ShardedCache"),
+        "assistant_early_exit": "its drafts leave out layers, whose cache then lacks tokens",
+        "guidance_scale": "it runs a second prompt, whose cache would be on every rank",
+        "penalty_alpha": "contrastive search needs the hidden states of all tokens",
+        "dola_layers": "it needs the hidden states of all tokens",
+        "prefill_chunk_size": "a prompt is cut over the ranks, not over time",
         "mm_encoder_outputs": "each rank encodes the images of its tokens; give pixels",
         "position_ids": "they follow from attention_mask and images; leave them out",
     }
+    if given.get("guidance_scale") == 1:  # no guidance
+        del given["guidance_scale"]
     for name, reason in reasons.items():
         if given.get(name) is not None:
             raise ValueError(f"{name}={given[name]!r}: {reason}")

@@ -77,6 +77,12 @@ class Forwards:
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         arguments, cache = by_name(self.names, args, kwargs), self.cache
         refuse_partial_states(model, arguments)
+        if arguments.get(self.key) is not cache:
+            raise NotImplementedError(
+                f"{type(model).__name__} was called with another cache while it generates over "
+                "ranks, as by guidance_scale, or by a logits processor or an assistant of the "
+                "same model"
+            )
         tokens = tokens_of(arguments)
         assert tokens is not None, "generate calls the model with tokens"
         cache.new = tokens.shape[1]
