@@ -23,13 +23,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wf_backends.autochunk import (
     BudgetError,
-    ChunkPlan,
+    Profiles,
     Rates,
     autochunk,
     longest,
     memory_profiles,
 )
-from wf_backends.autochunk.graph import unchunked_peak
+from wf_backends.autochunk.graph import (
+    Effects,
+    module_path,
+    operator_name,
+    read_steps,
+    unchunked_peak,
+)
 
 ANY_SLOWDOWN = float("inf")
 MAX_SLOWDOWN = 0.1
@@ -114,10 +120,10 @@ def small_table(only: str) -> None:
     for case in (case for case in SMALL_CASES if only in case.name):
         model, kwargs = case.build_fake(case.length)
         memory = unchunked_peak(model, (), kwargs)
-        length, plan = longest_chunked(
+        length, planned = longest_chunked(
             case, lambda *_, memory=memory: memory, case.length, PRECISION, ANY_SLOWDOWN
         )
-        slowdown = f"{plan.slowdown:+.1%}" if plan else ""
+        slowdown = f"{planned.plan.slowdown:+.1%}" if planned else ""
         real_peak = ""
         if case.confirm:
             model, kwargs = case.build(length)
@@ -129,21 +135,43 @@ def small_table(only: str) -> None:
 
 
 def a100_table(only: str) -> None:
-    """The longest sequence in the memory of the paper's GPU, without and with slices."""
+    """The longest sequence in the memory of the paper's GPU, without and with slices, and what is
+    live at the peak of its plan."""
     print("\nThe longest sequence within 80 GB, weights and inputs included:\n")
     head = ("model", "attention", "unchunked", "chunked", "times", "elements, times", "slowdown")
     print_head(*head, "weights GB", "most slices")
-    budget = without_weights(A100_BYTES)
+    budget, found = without_weights(A100_BYTES), list[tuple[LengthCase, Profiles]]()
     for case in (case for case in A100_CASES if only in case.name):
         whole = longest_unchunked(case, budget)
-        length, plan = longest_chunked(
+        length, planned = longest_chunked(
             case, budget, whole, PRECISION / 2, MAX_SLOWDOWN, rates=Rates()
         )
-        assert plan is not None
+        assert planned is not None
+        found.append((case, planned))
+        plan = planned.plan
         weights = f"{weights_and_inputs(*case.build_fake(length)) / 1e9:.1f}"
         slices = max(region.chunks for region in plan.regions)
         growth = case.growth(whole, length)
         print_row(*case.names, whole, length, *growth, f"{plan.slowdown:+.1%}", weights, slices)
+    print("\nLive at the peaks of these plans, beside weights and inputs:\n")
+    print_head("model", "attention", "peak GB", "values of 1 GB or more, in GB, and their modules")
+    for case, planned in found:
+        print_row(*case.names, f"{planned.plan.peak / 1e9:.1f}", live_at_peak(planned))
+
+
+def live_at_peak(planned: Profiles, least: float = 1e9) -> str:
+    """The values of `least` bytes or more that are live at the peak, each with its module."""
+    steps = read_steps(planned.lowered.module.graph, Effects())
+    peak = steps.peaks.index(max(steps.peaks))
+    cells: list[str] = []
+    for storage, num_bytes in steps.storage_bytes.items():
+        made_by = steps.nodes_by_storage[storage][0]
+        if num_bytes >= least and steps.position[made_by] <= peak <= steps.last_use[storage]:
+            name = module_path(made_by) or "the model"
+            cells.append(f"{num_bytes / 1e9:.1f} {name} ({operator_name(made_by)})")
+    if steps.steps[peak].temporary >= least:
+        cells.append(f"{steps.steps[peak].temporary / 1e9:.1f} of a slice")
+    return ", ".join(cells)
 
 
 def capped_table(only: str, dtype: torch.dtype, cap: int, rates: Rates) -> None:
@@ -195,21 +223,21 @@ def longest_chunked(
     max_slowdown: float,
     rates: Rates | None = None,
     **placement: Any,
-) -> tuple[int, ChunkPlan | None]:
-    """The longest sequence that fits in slices, and its plan (None if that is `known`).
+) -> tuple[int, Profiles | None]:
+    """The longest sequence that fits in slices, and what is planned (None if that is `known`).
 
     Args:
         known: a length that fits without slices.
         precision: of the length, relative to it.
         rates: of the device that is to run it; None = this one.
     """
-    plans: dict[int, ChunkPlan] = {}
+    plans: dict[int, Profiles] = {}
 
     def fits(length: int) -> bool:
         model, kwargs = case.build_fake(length, **placement)
         try:
             memory = max(1, budget(model, kwargs))
-            plans[length] = memory_profiles(model, kwargs, memory, max_slowdown, rates).plan
+            plans[length] = memory_profiles(model, kwargs, memory, max_slowdown, rates)
         except BudgetError:
             return False
         return True
