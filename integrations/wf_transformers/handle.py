@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -65,7 +66,9 @@ class Handle:
         Layers that are recomputed in it know the documents of their forward. The model's forwards
         add it to `torch.utils.checkpoint` themselves, unless that has another `context_fn`.
         """
-        context_fn = self.attention.documents.checkpoint_contexts
+        documents = self.attention.documents
+        # not a method: at a checkpoint with such a context_fn torch.compile ends in an error
+        context_fn = partial(type(documents).checkpoint_contexts, documents)
         return {"use_reentrant": False, "context_fn": context_fn}
 
     def report(self) -> dict[str, int]:

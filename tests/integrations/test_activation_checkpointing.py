@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -114,6 +115,21 @@ def test_checkpointing_that_is_enabled_after_attach_is_offloaded(
         model.gradient_checkpointing_enable(own)
         train_step(model, handle, batch(seqlen=24))
     assert HIDDEN_STATES in offloaded
+
+
+@pytest.mark.parametrize("key", [None, {"offload": False}], ids=["by_the_model", "by_the_key"])
+def test_compiled_model_recomputes_its_layers(key: Any) -> None:
+    results, counter = [], CompileCounter()
+    for compiled in (False, True):
+        model = build("llama", "sdpa", {}).train()
+        handle = wf_transformers.attach(model, one_rank(), activation_checkpointing=key)
+        if key is None:
+            model.gradient_checkpointing_enable()
+        if compiled:
+            model.compile(backend=counter)
+        results.append(train_step(model, handle, batch(cu_seqlens=DOCUMENTS)))
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+    assert counter.frame_count > 0
 
 
 def test_checkpointing_that_is_disabled_after_attach_offloads_nothing(offloaded: Shapes) -> None:
