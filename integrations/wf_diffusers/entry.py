@@ -25,8 +25,12 @@ def attach(model: nn.Module, sp: SequenceParallel) -> Handle:
         NotImplementedError: for another model. At a call of the model, for inputs that cannot be
             cut: an IP-Adapter, most masks, in most models a timestep for each token; and for
             dropout in training.
-        ValueError: at a call of the model, if the inputs differ between the ranks.
+        ValueError: for a model that is attached already. At a call of the model, if the inputs
+            differ between the ranks.
     """
+    hooked = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
+    if any(isinstance(owner, TransformerHooks) for owner in hooked):
+        raise ValueError("the model is attached already: call handle.remove() before")
     family, handle = family_of(model), Handle(sp)
     handle.advice = f"all {sp.size} ranks of a sequence draw the same noise and read the same data"
     with handle.removed_on_error():

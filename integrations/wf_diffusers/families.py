@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from diffusers.models.transformers import transformer_skyreels_v2
+from diffusers.models.transformers import transformer_qwenimage, transformer_skyreels_v2
 from torch import nn
 
 from wf_diffusers.cuts import Cut, Family
@@ -75,6 +75,9 @@ HUNYUAN = Family(
 )
 SKYREELS_ROTARY = 1 if hasattr(transformer_skyreels_v2, "SkyReelsV2AttnProcessor") else 2
 """The dimension of positions: after the heads before diffusers 0.36."""
+QWEN_MASKS = (("encoder_hidden_states_mask", TEXT),)
+if not hasattr(transformer_qwenimage, "compute_text_seq_len_from_mask"):
+    QWEN_MASKS = ()  # diffusers 0.35 attends to the padding
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "AuraFlowTransformer2DModel": replace(
@@ -180,6 +183,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ),
             gathered="proj_out",
             refused=(("attention_kwargs", KWARGS),),
+            text_masks=QWEN_MASKS,
+            masks_are_true=True,
         ),
         "SD3Transformer2DModel": SD3,
         "SkyReelsV2Transformer3DModel": replace(

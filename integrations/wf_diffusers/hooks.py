@@ -36,6 +36,7 @@ class TransformerHooks:
         self.family, self.handle, self.sp = family, handle, handle.sp
         self.attention = Attention(handle.sp, family.masks_are_true)
         self._layout: Layout = ()
+        self._called = False  # whether the hook of the model ran, which checks and prepares a call
         self._gathered: dict[tuple[nn.Module, Hook], Any] = {}
         for path in family.attention:
             for module in find_modules(model, path):
@@ -67,7 +68,7 @@ class TransformerHooks:
         """Check the arguments of a call of the model (supported, and the same on every rank), and
         take the padding off its text."""
         arguments = by_name(parameter_names(model), args, kwargs)
-        self._layout = ()
+        self._layout, self._called = (), True
         if (wanted := self._find_gathered(model)) != list(self._gathered):  # adapters came or went
             self._hook_gathered(wanted)
         if self.sp.size > 1:
@@ -117,11 +118,13 @@ class TransformerHooks:
 
     @eager
     def _gather(self, _: nn.Module, __: Any, rows: Tensor) -> Tensor:
-        if not self._layout:
+        if not self._layout or not self._called:
             raise NotImplementedError(
                 "the first block of the model did not run in this call, where its tokens are cut: "
-                "do not skip it"
+                "do not skip it. Or model.forward(...) was called in place of model(...), past the "
+                "hooks, or a copy of an attached model: attach the copy of a model that is not"
             )
+        self._called = False
         return gather_rows(self.sp, self._layout, 1, rows, lambda grad, _: grad * self.sp.size)
 
     @eager

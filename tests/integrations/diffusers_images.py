@@ -164,6 +164,27 @@ def qwen_image(text: int = 5) -> tuple[Any, dict[str, Any]]:
     return model, kwargs
 
 
+def qwen_image_edit() -> tuple[Any, dict[str, Any]]:
+    """4 x 4 of image, 2 x 2 of a condition at timestep 0; 5 tokens of text, and 2 of padding."""
+    model = diffusers.QwenImageTransformer2DModel(
+        **WIDTH,
+        patch_size=1,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        joint_attention_dim=24,
+        axes_dims_rope=(4, 6, 6),
+        zero_cond_t=True,
+    )
+    return model, {
+        "hidden_states": randn(2, 20, 4),
+        "encoder_hidden_states": randn(2, 7, 24),
+        "encoder_hidden_states_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]] * 2),
+        "timestep": torch.tensor([0.3, 0.6]).double(),
+        "img_shapes": [[(1, 4, 4), (1, 2, 2)]] * 2,
+    }
+
+
 def hunyuan_image() -> tuple[Any, dict[str, Any]]:
     """4 tokens of text, 2 of glyphs, and padding of both; 4 x 4 of image."""
     model = diffusers.HunyuanImageTransformer2DModel(

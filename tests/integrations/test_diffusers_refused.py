@@ -159,6 +159,28 @@ def test_a_model_of_an_unknown_class_is_refused() -> None:
         wf_diffusers.attach(torch.nn.Linear(2, 2), one_rank())
 
 
+def test_a_model_that_is_attached_already_is_refused() -> None:
+    model, _ = build("flux")
+    with wf_diffusers.attach(model, one_rank()):
+        with pytest.raises(ValueError, match="attached already"):
+            wf_diffusers.attach(model, one_rank())
+    wf_diffusers.attach(model, one_rank())
+
+
+def test_a_call_past_the_hooks_of_the_model_is_refused() -> None:
+    """HunyuanVideo's padding of the text would be attended to."""
+    models = [build("hunyuan_video") for _ in range(2)]
+
+    def run_rank(comm: Any) -> None:
+        model, kwargs = models[comm.rank]
+        with wf_diffusers.attach(model, sequence_parallel(comm)):
+            model(**kwargs)
+            with pytest.raises(NotImplementedError, match=r"model.forward\(...\) was called"):
+                model.forward(**kwargs)
+
+    run_threads(2, run_rank)
+
+
 class PassThroughProcessor:
     """A processor that does not look up attention in diffusers' registry."""
 
