@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from tests.decode.test_cache import DIM, TOLERANCE, make_sp
 from tests.dense import dense_attention
 from tests.helpers import run_threads
-from wf_backends.comm import Communicator
+from wf_backends.comm import Communicator, World
 from wf_backends.decode import KeyValueCache
 from wf_backends.decode.cache import BLOCK
 from wf_backends.schedule import make_mask
@@ -126,6 +127,12 @@ def test_an_emptied_cache_takes_another_prompt():
 
     for out in run_threads(2, again):
         assert (out - expected()[:, PROMPT : PROMPT + 3]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("slack", [-1, 1.5, "4"])
+def test_a_slack_that_is_no_number_of_tokens_is_refused(slack: Any):
+    with pytest.raises(ValueError, match=f"slack must be a number of tokens.*got {slack!r}"):
+        KeyValueCache(make_sp(World(1).comm(0)), WINDOW, slack)
 
 
 def test_windows_wider_than_all_tokens_drop_nothing():

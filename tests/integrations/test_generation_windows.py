@@ -139,6 +139,29 @@ def test_layers_without_windows_go_back_to_any_token():
     assert all(torch.equal(tokens, expected) for tokens in chats(2, FULL, talk))
 
 
+@pytest.mark.parametrize(
+    ("samples", "hidden", "message"),
+    [
+        (1, (), "1 samples for a cache of 2"),
+        (2, (0, 1), r"hides \[2, 0\] tokens on the left of the samples, and .* \[0, 0\] hidden"),
+        (2, (PROMPT + NEW - 2, PROMPT + NEW - 1), "hides more than padding on the left"),
+    ],
+    ids=["samples", "padding", "hole"],
+)
+def test_other_samples_or_padding_than_those_of_the_cache_are_refused(
+    samples: int, hidden: tuple[int, ...], message: str
+):
+    def talk(chat: Chat) -> str:
+        tokens = torch.cat((chat.generate(prompts(2, PROMPT)), prompts(2, 5)), 1)[:samples]
+        mask = torch.ones_like(tokens)
+        mask[0, list(hidden)] = 0
+        with pytest.raises((ValueError, NotImplementedError), match=message):
+            chat.generate(tokens, attention_mask=mask)
+        return "refused"
+
+    assert chats(2, FULL, talk) == ["refused"] * 2
+
+
 def test_inputs_no_longer_than_the_cache_are_refused():
     def talk(chat: Chat) -> str:
         tokens = chat.generate(prompts(1, PROMPT))

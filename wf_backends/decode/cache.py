@@ -63,7 +63,8 @@ class KeyValueCache(Shared):
         first: the first token that is kept.
 
     Raises:
-        ValueError: for a layout that follows from documents or slices, and a malformed window.
+        ValueError: for a layout that follows from documents or slices, a malformed window, and a
+            slack that is no number of tokens.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class KeyValueCache(Shared):
                 f'a cache needs "layout": "zigzag" or "contiguous", got "{layout}", which follows '
                 "from documents or slices"
             )
+        if type(slack) is not int or slack < 0:
+            raise ValueError(f"slack must be a number of tokens, at least 0; got {slack!r}")
         self._sp, self._consistency = sp, ConsistencyCheck(sp.comm)
         self._compared: dict[str, int] | None = None  # of the last call
         self._layout: list[Ranges] = [()] * sp.size

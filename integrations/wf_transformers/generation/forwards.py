@@ -87,9 +87,10 @@ class Forwards:
         assert tokens is not None, "generate calls the model with tokens"
         cache.new = tokens.shape[1]
         mask = arguments.get("attention_mask")
+        starts = _starts(mask, len(tokens))
         if cache.length == 0:
-            cache.starts = cache.behind = _starts(mask, len(tokens))
-            cache.first_text = 0
+            cache.starts, cache.behind, cache.first_text = starts, starts, 0
+        _refuse_other_samples(cache.starts, starts)
         check_same(self.handle, tokens)
         behind = torch.tensor(cache.behind, device=tokens.device)[:, None]
         numbers = torch.arange(cache.length, cache.length + cache.new, device=tokens.device)
@@ -160,6 +161,20 @@ def _starts(mask: Any, num_samples: int) -> list[int]:
             "generation over ranks lacks; where none is given, transformers hides pad tokens"
         )
     return (mask == 0).sum(dim=1).tolist()
+
+
+def _refuse_other_samples(cached: list[int], starts: list[int]) -> None:
+    """Raise a ValueError if a cache goes on with other samples, or with other padding."""
+    if len(cached) != len(starts):
+        raise ValueError(
+            f"{len(starts)} samples for a cache of {len(cached)} (beams count): a conversation "
+            "goes on with the samples that it has; take a new cache"
+        )
+    if any(starts) and cached != starts:
+        raise ValueError(
+            f"attention_mask hides {starts} tokens on the left of the samples, and the cache was "
+            f"made with {cached} hidden: give the same, or take a new cache"
+        )
 
 
 def check_same(handle: Handle, tokens: Tensor) -> None:
