@@ -87,9 +87,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             refused=(("attention_kwargs", KWARGS),),
             last_stream_attends_alone=False,
         ),
+        "BriaTransformer2DModel": replace(FLUX, refused=(("attention_kwargs", KWARGS),)),
         "ChromaTransformer2DModel": replace(
             FLUX, refused=(*FLUX.refused, ("attention_mask", "a mask of text and image in one"))
         ),
+        "ChronoEditTransformer3DModel": WAN,
         "CogVideoXTransformer3DModel": replace(
             PIXART,
             cuts=(Cut("", ((TEXT,), ("image_rotary_emb",)), kept=TEXT), JOINT),
@@ -136,6 +138,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ),
             masks_are_true=True,
         ),
+        "LongCatImageTransformer2DModel": FLUX,
         "LTXVideoTransformer3DModel": LTX,
         "LTX2VideoTransformer3DModel": replace(
             LTX,
@@ -172,6 +175,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ),
             text_masks=(("encoder_attention_mask", TEXT),),
         ),
+        "OvisImageTransformer2DModel": FLUX,
         "PixArtTransformer2DModel": PIXART,
         "QwenImageTransformer2DModel": Family(
             attention=("transformer_blocks.*.attn",),

@@ -106,6 +106,18 @@ def flux(text: int = 5, image: int = 16) -> tuple[Any, dict[str, Any]]:
     }
 
 
+def like_flux(name: str, **config: Any) -> Any:
+    """A function that builds a model of the class, and the call of a Flux."""
+
+    def build() -> tuple[Any, dict[str, Any]]:
+        model = getattr(diffusers, name)(**WIDTH, **FLUX, **config, num_layers=1)
+        _, kwargs = flux()
+        del kwargs["pooled_projections"]
+        return model, kwargs
+
+    return build
+
+
 def flux2() -> tuple[Any, dict[str, Any]]:
     model = diffusers.Flux2Transformer2DModel(
         **WIDTH,

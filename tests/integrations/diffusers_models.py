@@ -47,6 +47,14 @@ if hasattr(diffusers, "ZImageTransformer2DModel"):
     FAMILIES |= {"hunyuan_video15": videos.hunyuan_video15, "ltx2": videos.ltx2}
     FAMILIES["hunyuan_video15_of_image"] = videos.hunyuan_video15_of_image
     FAMILIES["ltx2_by_token"] = videos.ltx2_by_token
+    FAMILIES |= {
+        "chronoedit": videos.chronoedit,
+        "bria": images.like_flux("BriaTransformer2DModel", axes_dims_rope=[4, 6, 6]),
+        "ovis": images.like_flux("OvisImageTransformer2DModel", axes_dims_rope=(4, 6, 6)),
+        "longcat": images.like_flux(
+            "LongCatImageTransformer2DModel", axes_dims_rope=[4, 6, 6], pooled_projection_dim=24
+        ),
+    }
     FAMILIES["qwen_image_edit"] = images.qwen_image_edit
     FAMILIES["qwen_control"] = images.with_residuals(
         images.qwen_image, controlnet_block_samples=[images.randn(1, 16, 32)]

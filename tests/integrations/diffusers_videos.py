@@ -24,6 +24,10 @@ def wan() -> tuple[Any, dict[str, Any]]:
     return diffusers.WanTransformer3DModel(**WIDTH, **WAN, num_layers=2), wan_inputs()
 
 
+def chronoedit() -> tuple[Any, dict[str, Any]]:
+    return diffusers.ChronoEditTransformer3DModel(**WIDTH, **WAN, num_layers=2), wan_inputs()
+
+
 def wan_by_token() -> tuple[Any, dict[str, Any]]:
     """A timestep for each of 3 x 3 x 3 tokens, as in Wan 2.2 TI2V."""
     return wan()[0], wan_inputs(timestep=torch.arange(27).unsqueeze(0))
