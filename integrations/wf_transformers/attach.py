@@ -59,6 +59,9 @@ Kwargs = dict[str, Any]
 
 APPLIED_MARK = "wallfacer_applied"
 """Attribute set on a model whose hooks give the documents of each call to its Attention."""
+CHANGED = (
+    "attention was set to {!r} after attach, and ours is {!r}: set_attn_implementation goes before"
+)
 
 
 def attach_pretrained(model: nn.Module, sp: SequenceParallel) -> Handle:
@@ -257,7 +260,10 @@ def scope_documents(
 
     def check_was_called(*_: Any) -> None:
         if not attention.was_called and registered_for(model) in (None, attention):
-            raise NotImplementedError(problem)  # another name: the model was attached once more
+            name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+            changed = attention.name and name not in (None, attention.name)
+            raise NotImplementedError(CHANGED.format(name, attention.name) if changed else problem)
+        # otherwise another name of ours: the model was attached once more
 
     def leave(*_: Any) -> None:
         attention.documents.pop()

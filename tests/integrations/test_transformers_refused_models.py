@@ -52,6 +52,19 @@ def test_a_model_that_never_calls_our_attention_is_refused_after_its_forward() -
     run_registered(2, rank)
 
 
+def test_attention_that_is_set_after_attach_is_refused_by_name() -> None:
+    def rank(comm: Any) -> None:
+        model, sp = build("llama", "sdpa", {}), sequence_parallel(comm)
+        wf_transformers.attach(model, sp, verify=False)
+        model.config._attn_implementation = "sdpa"
+        with pytest.raises(
+            NotImplementedError, match="set to 'sdpa' after attach, and ours is 'wallf"
+        ):
+            model(**forward_kwargs(model, sp))
+
+    run_threads(2, rank)
+
+
 @pytest.mark.skipif(hasattr(modeling_xglm, "ALL_ATTENTION_FUNCTIONS"), reason="XGLM uses it here")
 def test_a_model_that_does_not_use_the_registry_is_refused_by_attach() -> None:
     model = tf.XGLMForCausalLM(tf.XGLMConfig(d_model=8, ffn_dim=8, attention_heads=2, num_layers=1))
