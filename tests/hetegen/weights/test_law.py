@@ -75,11 +75,13 @@ def draw_weights(rng: random.Random) -> list[WeightUse]:
     ]
 
 
+def seconds_of(weight: WeightUse, share: float) -> float:
+    alpha = best_alpha(share, weight.rates)
+    return weight.nbytes * weight.uses * seconds_per_byte(alpha, share, weight.rates)
+
+
 def total_seconds(weights: list[WeightUse], shares: Sequence[float]) -> float:
-    return sum(
-        w.nbytes * w.uses * seconds_per_byte(best_alpha(share, w.rates), share, w.rates)
-        for w, share in zip(weights, shares, strict=True)
-    )
+    return sum(map(seconds_of, weights, shares))
 
 
 def resident_bytes(weights: list[WeightUse], shares: Sequence[float]) -> float:
@@ -93,11 +95,9 @@ def test_no_resident_shares_of_a_grid_are_faster_than_residency() -> None:
         weights = draw_weights(rng)
         budget = rng.random() * 1.1 * sum(w.nbytes for w in weights)
         shares = residency(weights, budget)
-        fastest = min(
-            total_seconds(weights, grid_shares)
-            for grid_shares in product(levels, repeat=3)
-            if resident_bytes(weights, grid_shares) <= budget
-        )
+        choices = [[(w.nbytes * x, seconds_of(w, x)) for x in levels] for w in weights]
+        totals = (map(sum, zip(*chosen, strict=True)) for chosen in product(*choices))
+        fastest = min(seconds for nbytes, seconds in totals if nbytes <= budget)
         assert resident_bytes(weights, shares) <= budget * (1 + 1e-9), seed
         assert total_seconds(weights, shares) <= fastest * (1 + 1e-9), seed
 
