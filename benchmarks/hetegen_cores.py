@@ -47,7 +47,7 @@ class TwoThreads(ShapedDevice):
         super().__init__(rates.link, rates.host, rates.accelerator)
         self.fitted = rates
 
-    def rates(self, dtype: torch.dtype) -> Rates:
+    def rates(self, dtype: torch.dtype, pin_memory: bool | str = True) -> Rates:
         return self.fitted
 
     def submit(self, lane: str, *work: Any) -> Any:
@@ -80,13 +80,16 @@ def fit_rates(model: Stack, planned_with: Rates) -> Rates:
     link, host = lane_rate("link", 0.0), lane_rate("host", 1.0)
     link_beside_host = lane_rate("link", FIT_ALPHA)
     host_beside_link = lane_rate("host", FIT_ALPHA)
+    unlimited = TwoThreads(Rates(UNLIMITED, UNLIMITED, UNLIMITED))
+    call_seconds, host_call_seconds = measure_call(unlimited)
     return Rates(
         link,
         host,
         UNLIMITED,
         memory=link_beside_host + host_beside_link,
         host_beside_link=min(host_beside_link, host),
-        call_seconds=measure_call(TwoThreads(Rates(UNLIMITED, UNLIMITED, UNLIMITED)))[0],
+        call_seconds=call_seconds,
+        host_call_seconds=host_call_seconds,
     )
 
 
@@ -123,5 +126,6 @@ def print_rates(fitted: list[Rates]) -> None:
         "two threads, fitted GB/s: two copies and the GEMM of the one "
         f"{median_of('link') / 1e9:.2f}, GEMM of the other {median_of('host') / 1e9:.2f}; "
         f"both at a time {both / 1e9:.2f}, of which the other {host_beside_link / 1e9:.2f}; "
-        f"a call {1e6 * median_of('call_seconds'):.0f} us; medians of {len(fitted)} rounds\n"
+        f"a call {1e6 * median_of('call_seconds'):.0f} us, of the other "
+        f"{1e6 * median_of('host_call_seconds'):.0f} us more; medians of {len(fitted)} rounds\n"
     )
