@@ -35,8 +35,8 @@ UNSUPPORTED = (
     "expert_parallel.enabled",
     "hybrid_engine.enabled",
     "data_efficiency.data_sampling.enabled",
+    "data_efficiency.data_sampling.curriculum_learning.enabled",  # it acts without the one before
     "data_efficiency.data_routing.random_ltd.enabled",  # drops tokens of a rank's part
-    "curriculum_learning.enabled",
 )
 """Switches of DeepSpeed that are refused together with the block."""
 

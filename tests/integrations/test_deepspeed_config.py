@@ -116,10 +116,13 @@ def test_deepspeed_keys_that_would_give_wrong_results_are_refused(
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
         ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled"),
         ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled"),
-        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning.enabled"),
         (
             {"data_efficiency": {"data_sampling": {"enabled": True}}},
             "data_efficiency.data_sampling.enabled",
+        ),
+        (
+            {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}},
+            "data_efficiency.data_sampling.curriculum_learning.enabled",
         ),
         (
             {"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True}}}},

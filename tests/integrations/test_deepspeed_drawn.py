@@ -28,8 +28,9 @@ OTHER_KEYS = {
     "activation_checkpointing": {"partition_activations": False},
     "expert_parallel": {"enabled": False},
     "hybrid_engine": {"enabled": False},
-    "curriculum_learning": {"enabled": False},
-    "data_efficiency": {"data_sampling": {"enabled": False}},
+    "data_efficiency": {
+        "data_sampling": {"enabled": False, "curriculum_learning": {"enabled": False}}
+    },
 }
 BASES: tuple[dict[str, Any], ...] = (
     {"wallfacer": BLOCK, **OTHER_KEYS},
@@ -126,7 +127,7 @@ def test_a_file_that_is_not_valid_json_is_named(tmp_path: Path, data: bytes, mes
     [
         ({"tensor_parallel": None}, "tensor_parallel"),
         ({"tensor_parallel": {"autotp_size": None}}, "tensor_parallel.autotp_size"),
-        ({"curriculum_learning": {"enabled": None}}, "curriculum_learning.enabled"),
+        ({"hybrid_engine": {"enabled": None}}, "hybrid_engine.enabled"),
         ({"gradient_allreduce_op": None}, "gradient_allreduce_op"),
         ({"sequence_parallel_size": None}, "sequence_parallel_size"),
         ({"train_batch_size": None, "train_micro_batch_size_per_gpu": 1}, "train_batch_size"),
