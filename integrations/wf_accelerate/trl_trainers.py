@@ -107,21 +107,25 @@ def set_generation_batch(trainer: Any, size: int, handle: Handle) -> None:
         ValueError: if the samples of a group are not whole sets of completions of a prompt.
         NotImplementedError: for an option in `OVER_ALL_SAMPLES`, on several ranks.
     """
-    args, num_generations = trainer.args, trainer.num_generations
+    args = trainer.args
     for key, value in OVER_ALL_SAMPLES.items():
         if size > 1 and getattr(args, key, None) == value:
             raise NotImplementedError(
                 f"{key}={value!r}: TRL divides by a standard deviation over the samples of all "
                 "ranks, where those of a sequence count once for each of its ranks; leave it out"
             )
+    evaluates = trainer.eval_dataset is not None
     train_samples = args.per_device_train_batch_size * args.steps_per_generation
-    batches = {"per_device_train_batch_size x steps_per_generation": train_samples}
-    if trainer.eval_dataset is not None:
-        batches["per_device_eval_batch_size"] = args.per_device_eval_batch_size
-    for name, samples in batches.items():
-        if samples % num_generations:
+    eval_samples = args.per_device_eval_batch_size if evaluates else 0
+    eval_key = "num_generations_eval"  # TRL 0.19 has no such option
+    eval_key = eval_key if getattr(args, eval_key, None) else "num_generations"
+    for name, samples, key in (
+        ("per_device_train_batch_size x steps_per_generation", train_samples, "num_generations"),
+        ("per_device_eval_batch_size", eval_samples, eval_key),
+    ):
+        if samples % getattr(args, key):
             raise ValueError(
-                f"{name} = {samples} must be a multiple of num_generations = {num_generations}: "
+                f"{name} = {samples} must be a multiple of {key} = {getattr(args, key)}: "
                 "the ranks of one sequence must generate all completions of a prompt"
             )
     handle.set(args, "generation_batch_size", args.generation_batch_size // size)

@@ -6,6 +6,7 @@ trainers have a fused LM head.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,20 @@ def test_completions_of_one_prompt_in_different_groups_are_refused(tmp_path: Pat
     trainer.args.steps_per_generation = 1  # as if of two processes with two completions each
     with pytest.raises(ValueError, match=r"= 2 must be a multiple of num_generations = 4"):
         wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1})
+
+
+@pytest.mark.parametrize(("batch", "refused"), [(2, False), (3, True)])
+def test_an_evaluation_has_completions_of_its_own_number(
+    tmp_path: Path, batch: int, refused: bool
+) -> None:
+    """TRL 1.16's `num_generations_eval`; in training there are 4 for each prompt."""
+    trainer = make_grpo_trainer(tmp_path)
+    trainer.eval_dataset = trainer.train_dataset
+    trainer.args.num_generations_eval, trainer.args.per_device_eval_batch_size = 2, batch
+    handle = Handle(SequenceParallel(SequenceParallelConfig(sequence_parallel_size=1)))
+    message = "eval_batch_size = 3 must be a multiple of num_generations_eval = 2"
+    with pytest.raises(ValueError, match=message) if refused else nullcontext():
+        set_generation_batch(trainer, 1, handle)
 
 
 def test_vllm_is_refused(tmp_path: Path) -> None:
