@@ -24,6 +24,7 @@ from wf_backends.hetegen.runner import Device
 from wf_backends.hetegen.weights import Rates, best_alpha
 
 WEIGHT_BYTES = 2**27  # a weight of the models that are too large for an accelerator
+WIDTH_STEP = 256  # widths of models are multiples of it
 NUM_WEIGHTS = 6  # more than caches hold
 PINNED_BUFFERS = 3  # as many as a plan has slabs by default
 MANY_TOKENS = 256  # in a GEMM that operations bound, not memory
@@ -62,7 +63,7 @@ def measure_rates(
         pin_weights: as in `measure_machine`.
         width: input and output features of a weight; None: those of WEIGHT_BYTES.
     """
-    width = width or isqrt(WEIGHT_BYTES // dtype.itemsize) // MANY_TOKENS * MANY_TOKENS
+    width = width or isqrt(WEIGHT_BYTES // dtype.itemsize) // WIDTH_STEP * WIDTH_STEP
     weights = [torch.full((width, width), 1 / width, dtype=dtype) for _ in range(NUM_WEIGHTS)]
     if streams is None:
         device_weights, clock = weights, time.perf_counter
