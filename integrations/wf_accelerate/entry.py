@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -96,7 +96,7 @@ def _connect(
     if not isinstance(config, SequenceParallelConfig):
         block, model_options = ModelOptions.split(config)
         config = SequenceParallelConfig.from_dict(block)
-    _refuse_accelerator(accelerator, [] if trl is None else trl.evaluated_models)
+    _refuse_accelerator(accelerator, trl)
     if "forward" in vars(model) and not has_fused_head(model):
         raise NotImplementedError(
             f"the forward of this {type(model).__name__} was replaced by {model.forward}, as "
@@ -244,9 +244,9 @@ def _replace_steps(trainer: Trainer, handle: Handle) -> None:
         handle.undo.enter_context(replaced)
 
 
-def _refuse_accelerator(accelerator: Accelerator, allowed: Sequence[Any]) -> None:
+def _refuse_accelerator(accelerator: Accelerator, trl: TrlTrainer | None) -> None:
     """Refuse an accelerator that does not average gradients over all ranks, or that has prepared a
-    loader, or a model that is not in `allowed`."""
+    loader or a model, unless the trainer `trl` did so when it was made."""
     distributed_type = str(accelerator.distributed_type.value)
     if distributed_type == "DEEPSPEED":
         raise NotImplementedError(
@@ -275,10 +275,12 @@ def _refuse_accelerator(accelerator: Accelerator, allowed: Sequence[Any]) -> Non
             f"ranks: gradients would not be averaged. Without GPUs set use_cpu=True in "
             f"TrainingArguments, or Accelerator(cpu=True)"
         )
-    allowed_ids = {id(model) for model in allowed}
+    allowed_ids = set(map(id, [] if trl is None else trl.evaluated_models))
     prepared = [model for model in accelerator._models if id(model) not in allowed_ids]
-    if prepared or accelerator._dataloaders:  # accelerate has no public attributes for them
+    loaders = accelerator._dataloaders if trl is None or not trl.has_used_loaders else []
+    if prepared or loaders:  # accelerate has no public attributes for them
         raise ValueError(
             "the accelerator has prepared a model or a loader already: connect before "
-            "accelerator.prepare, and before the Trainer trains or evaluates"
+            "accelerator.prepare, and before the Trainer trains or evaluates. A Trainer that has "
+            "prepared a teacher when it was made (GKD, distillation) is not supported"
         )

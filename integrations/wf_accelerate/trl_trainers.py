@@ -54,6 +54,12 @@ class TrlTrainer:
         """Models that are not trained; the trainer has the accelerator prepare them at once."""
         return [self._reference, *getattr(self._trainer, "reward_funcs", [])]
 
+    @property
+    def has_used_loaders(self) -> bool:
+        """Whether the trainer, when it was made, read its datasets for the reference's
+        log-probabilities, by loaders that it does not use again (TRL 1.16)."""
+        return bool(getattr(self._trainer.args, "precompute_ref_log_probs", False))
+
     def connect(self, handle: Handle) -> None:
         """Make the trainer train the model of `handle`.
 

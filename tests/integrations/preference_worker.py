@@ -92,7 +92,13 @@ def dpo(arguments: Options, options: Options) -> Any:
         train_dataset=preferences(),
         eval_dataset=preferences().select(range(4)),
         processing_class=make_tokenizer(),
+        compute_metrics=first_logits if HAS_FUSED_HEAD else None,
     )
+
+
+def first_logits(evaluated: Any) -> dict[str, float]:
+    """A metric of whole logits, without those of padding."""
+    return {"first_logits": float(abs(evaluated.predictions[:, :5]).mean())}
 
 
 def dpo_lora(arguments: Options, options: Options) -> Any:

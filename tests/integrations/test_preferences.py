@@ -98,17 +98,19 @@ def test_a_trl_trainer_trains_as_without_wallfacer(
 def test_a_dpo_trainer_evaluates_as_without_wallfacer(
     name: str, results: tuple[Results, Results]
 ) -> None:
-    """In its loss, and in rewards, log-probabilities and accuracies, which TRL keeps in float32."""
+    """In its loss, and in rewards, log-probabilities and accuracies, which TRL keeps in float32.
+
+    With TRL 1.16 also in a metric of whole logits.
+    """
     actual, expected = (result[name]["eval"] for result in results)
+    assert ("eval_first_logits" in expected) == HAS_FUSED_HEAD
     assert {"eval_loss", "eval_rewards/chosen", "eval_logps/rejected"} <= expected.keys()
     assert actual == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def make_grpo_trainer(folder: Path, **options: Any) -> Any:
-    """A GRPOTrainer in one process, with four completions for each prompt."""
-    from tests.integrations import preference_worker
-
-    arguments = {
+def one_step(folder: Path) -> dict[str, Any]:
+    """Arguments of a trainer in one process."""
+    return {
         "output_dir": str(folder / "out"),
         "per_device_train_batch_size": 2,
         "max_steps": 1,
@@ -116,7 +118,29 @@ def make_grpo_trainer(folder: Path, **options: Any) -> Any:
         "bf16": False,
         "report_to": [],
     }
-    return preference_worker.grpo(arguments, GENERATIONS | options)
+
+
+def make_grpo_trainer(folder: Path, **options: Any) -> Any:
+    """A GRPOTrainer in one process, with four completions for each prompt."""
+    from tests.integrations import preference_worker
+
+    return preference_worker.grpo(one_step(folder), GENERATIONS | options)
+
+
+def test_precomputed_log_probabilities_of_a_reference_train_as_computed_ones(
+    tmp_path: Path,
+) -> None:
+    """TRL 1.16 computes them when the trainer is made, by loaders that accelerate prepares."""
+    from tests.integrations import preference_worker
+
+    losses = []
+    for precompute in (True, False):
+        options = {"precompute_ref_log_probs": precompute}
+        trainer = preference_worker.dpo(one_step(tmp_path), options)
+        with wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1}):
+            trainer.train()
+        losses += trainer.losses
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_completions_of_one_prompt_in_different_groups_are_refused(tmp_path: Path) -> None:
