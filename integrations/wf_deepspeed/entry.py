@@ -201,6 +201,11 @@ def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
             f'deepspeed.tp_model_init(tp_size={tensor_parallel["tp_size"]}) together with "{KEY}" '
             "is not supported; remove one"
         )
+    if groups_of_deepspeed.mesh_device is not None:  # of the process, like the sizes above
+        raise NotImplementedError(
+            'an earlier engine with "data_parallel_size" or mesh_param= left its mesh, over which '
+            f'DeepSpeed would reduce gradients of "{KEY}" too; make this engine in another process'
+        )
     if not isinstance(arguments.get("model"), nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(arguments.get('model'))}")
 

@@ -111,6 +111,13 @@ def test_tensor_parallelism_by_tp_model_init_is_refused(monkeypatch: pytest.Monk
         initialize_with(arguments_of_initialize, (), {"config": CONFIG, "model": nn.Linear(1, 1)})
 
 
+def test_the_mesh_of_an_earlier_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed keeps it for every later engine, and at ZeRO 0 reduces gradients over it."""
+    monkeypatch.setattr(entry.groups_of_deepspeed, "mesh_device", object())
+    with pytest.raises(NotImplementedError, match=r"earlier engine .*mesh_param.*wallfacer"):
+        initialize_with(arguments_of_initialize, (), {"config": CONFIG, "model": nn.Linear(1, 1)})
+
+
 def test_a_model_that_is_not_a_module_is_refused() -> None:
     with pytest.raises(ValueError, match="model must be a torch.nn.Module, got .*NoneType"):
         initialize_with(arguments_of_initialize, (), {"config": CONFIG})
