@@ -16,13 +16,17 @@ import torch
 
 pytest.importorskip("trl", reason="TRL is not installed", exc_type=ImportError)
 
+from peft import LoraConfig, get_peft_model  # noqa: E402
+
 import wf_accelerate  # noqa: E402
 from tests.integrations.accelerate_jobs import Results  # noqa: E402
+from tests.integrations.deepspeed_jobs import tiny_llama  # noqa: E402
 from tests.integrations.trl_jobs import CONCENTRIC, run_trl  # noqa: E402
 from tests.long import selected_cases  # noqa: E402
 from wf_accelerate.trl_trainers import set_generation_batch  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_transformers import Handle  # noqa: E402
+from wf_transformers.whole_batches.log_probabilities import Rollout  # noqa: E402
 
 TWO_GROUPS = {"sequence_parallel_size": 2, "route": "ring"}
 ACCUMULATION = {"gradient_accumulation_steps": 2}
@@ -195,3 +199,15 @@ def test_remove_restores_a_grpo_trainer(tmp_path: Path) -> None:
     assert not set(methods) & set(vars(trainer))
     assert "generate" not in vars(trainer.model) and not trainer.ref_model._forward_pre_hooks
     assert trainer.args.generation_batch_size == batch_size
+
+
+def test_a_rollout_generates_without_an_adapter_that_is_disabled() -> None:
+    """As the reference's samples of DPO with `generate_during_eval=True` and an adapter."""
+    ids, options = torch.arange(5, 13)[None], {"max_new_tokens": 8, "do_sample": False}
+    base = tiny_llama().generate(ids, **options)
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = get_peft_model(tiny_llama(), adapter)
+    rollout = Rollout(model)
+    assert not torch.equal(rollout.generate(input_ids=ids, **options), base)
+    with model.disable_adapter():
+        assert torch.equal(rollout.generate(input_ids=ids, **options), base)

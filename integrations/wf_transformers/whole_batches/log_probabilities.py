@@ -47,6 +47,8 @@ CALLERS = ("concatenated_forward", "get_batch_logps", "_get_per_token_logps")
 """Methods of trainers that call it: of DPO, of CPO, ORPO and KTO, and of GRPO."""
 COUNTS_VALID_TOKENS = ("OPTLearnedPositionalEmbedding",)
 """Modules that give positions to valid tokens only. Without position_ids others count padding."""
+ADAPTER_STATE = ("_disable_adapters", "_active_adapter", "merged_adapters")
+"""Attributes of PEFT's layers that say which adapters act."""
 
 
 def makes_log_probabilities(trainer: Any) -> bool:
@@ -205,5 +207,7 @@ class Rollout:
             # moving a model to a device replaces its buffers
             target._parameters, target._buffers = source._parameters, source._buffers
             target.training = source.training
+            adapters = {key: x for key, x in vars(source).items() if key in ADAPTER_STATE}
+            vars(target).update(adapters)
         self._copy.generation_config = self._model.generation_config
         return self._copy.generate(*args, **kwargs)
