@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -357,3 +358,23 @@ class TestSizesOfAModelsFolder:
         transformers.Gemma4TextConfig(num_hidden_layers=6).save_pretrained(tmp_path)
         with pytest.raises(ValueError, match="'head_dim' is a per-layer .*; give --heads,"):
             model_shape(str(tmp_path))
+
+
+def test_building_many_expert_modules_calls_no_fake_operators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On fake tensors the modules of a large mixture took a minute to build and to initialise."""
+    calls = list[object]()
+    dispatch = FakeTensorMode.dispatch
+
+    def counted(self: FakeTensorMode, func: object, *args: Any, **kwargs: Any) -> Any:
+        calls.append(func)
+        return dispatch(self, func, *args, **kwargs)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", counted)
+    experts = {"num_local_experts": 64, "num_experts_per_tok": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    transformers.MixtralConfig(**experts, **sizes, **heads).save_pretrained(tmp_path)
+    model_shape(str(tmp_path), 2)
+    assert len(calls) < 16 * 64

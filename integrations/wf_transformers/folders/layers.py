@@ -28,15 +28,16 @@ MAX_REASON = 80  # characters
 SEQLEN, BATCHES = 256, (512, 1024)  # gradients of weights are small beside so many tokens
 
 
-def count_layers(model: Any, mode: FakeTensorMode) -> dict[str, Any]:
-    """`kinds` and `last_norm` of a `Decoder`, for a model on fake tensors of `mode`.
+def count_layers(model: Any) -> dict[str, Any]:
+    """`kinds` and `last_norm` of a `Decoder`, for a model on the device meta.
 
     `uncounted` if the model cannot run so: experts of transformers 4 look at values, and models of
-    other layers cannot be attached. The model has one layer of each kind afterwards.
+    other layers cannot be attached. The model has one layer of each kind afterwards, on fake
+    tensors.
     """
     try:
         with no_log(), catch_warnings(action="ignore"):
-            return _count_layers(model, mode)
+            return _count_layers(model, FakeTensorMode(allow_non_fake_inputs=True))
     except Exception as error:  # it may raise any error
         first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
         return {"uncounted": shorten(first_line, MAX_REASON, placeholder=" ...")}
@@ -56,6 +57,9 @@ def _count_layers(model: Any, mode: FakeTensorMode) -> dict[str, Any]:
     kinds = nn.ModuleList(next(x for x in stack if repr(x) == kind) for kind in counts)
     setattr(parent, name, kinds)
     model.config.num_hidden_layers = len(kinds)
+    attributes_as_buffers(model)
+    with mode:
+        model.to_empty(device="cpu")
     model.config.attention_chunk_size = None  # Llama 4's, which our attention refuses
     model.requires_grad_(True).eval()  # in training OPT leaves layers out, by a tensor's value
     kinds.train()
@@ -69,6 +73,19 @@ def _count_layers(model: Any, mode: FakeTensorMode) -> dict[str, Any]:
     longer, shorter = (step.peaks[-1, "norm"] - step.base(len(kinds)) for step in (long, short))
     gradient = model.config.hidden_size * model.dtype.itemsize  # that of a sum takes no memory
     return {"kinds": tuple(layers), "last_norm": (longer - shorter) / tokens + gradient}
+
+
+def attributes_as_buffers(model: nn.Module) -> None:
+    """Make tensors that are plain attributes of modules, such as CTRL's positions, buffers.
+
+    torch.export would keep them as constants, which must not be fake tensors.
+    """
+    weights = {id(weight) for weight in (*model.parameters(), *model.buffers())}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor) and id(value) not in weights:
+                delattr(module, name)
+                module.register_buffer(name, value, persistent=False)
 
 
 class _Attention(torch.autograd.Function):

@@ -14,13 +14,17 @@ from urllib.request import getproxies
 
 import torch
 from huggingface_hub.constants import ENDPOINT
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.configuration_utils import PretrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from wf_backends.budget import Experts
 from wf_transformers.folders.layers import count_layers
+
+try:
+    from transformers.initialization import no_init_weights  # pyright: ignore[reportMissingImports]
+except ImportError:  # transformers 4
+    from transformers.modeling_utils import no_init_weights
 
 DTYPES = MappingProxyType({2: torch.bfloat16, 4: torch.float32, 8: torch.float64})  # by itemsize
 DTYPE = "dtype" if hasattr(PretrainedConfig, "torch_dtype") else "torch_dtype"
@@ -114,7 +118,7 @@ def refused_by_name(name: str | Path) -> Iterator[None]:
 
 
 def _sizes(name: str, config: Any, itemsize: int) -> dict[str, Any]:
-    """The sizes that memory depends on; parameters and layers are counted on fake tensors."""
+    """The sizes that memory depends on; parameters are counted on torch's device meta."""
     if config.is_encoder_decoder:
         raise NotImplementedError(
             f"--model {name}: the memory budget counts decoders, and {type(config).__name__} has "
@@ -123,9 +127,9 @@ def _sizes(name: str, config: Any, itemsize: int) -> dict[str, Any]:
     hidden = config.hidden_size
     mlp = {"intermediate": _first(config, MLP_WIDTHS) or 4 * hidden}
     experts = _experts(name, config)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with refused_by_name(name), mode:
+    with refused_by_name(name), torch.device("meta"), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, **{DTYPE: DTYPES[itemsize]})
+        model.tie_weights()
     return {
         "layers": config.num_hidden_layers,
         "hidden": hidden,
@@ -135,7 +139,7 @@ def _sizes(name: str, config: Any, itemsize: int) -> dict[str, Any]:
         "value_dim": None,
         "is_capped": bool(getattr(config, "final_logit_softcapping", None)),
         **(experts or mlp),
-        **count_layers(model, mode),  # which leaves some of the layers
+        **count_layers(model),  # which leaves some of the layers
     }
 
 

@@ -15,12 +15,13 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForCausalLM,
 )
 
-from wf_transformers.folders.shape import DTYPE, read_config, refused_by_name
-
-try:
-    from transformers.initialization import no_init_weights  # pyright: ignore[reportMissingImports]
-except ImportError:  # transformers 4
-    from transformers.modeling_utils import no_init_weights
+from wf_transformers.folders.layers import attributes_as_buffers
+from wf_transformers.folders.shape import (
+    DTYPE,
+    no_init_weights,  # pyright: ignore[reportAttributeAccessIssue]
+    read_config,
+    refused_by_name,
+)
 
 ATTENTIONS = ("sdpa", "eager")
 SIDES = ("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers")
@@ -61,7 +62,7 @@ def skeleton(
             kwargs = {"attn_implementation": attention, DTYPE: dtype}
             model = auto_class.from_config(config, **kwargs)
             model.tie_weights()
-        _attributes_as_buffers(model)
+        attributes_as_buffers(model)
         check_positions(f"--seqlen {seqlen}", model, seqlen)
         inputs: dict[str, Any] = {"input_ids": torch.zeros(batch, seqlen, dtype=torch.long)}
     if layers is None:
@@ -100,19 +101,6 @@ def _kind(layer: nn.Module) -> str:
         for module in layer.modules()
     ]
     return f"{layer} {options}"
-
-
-def _attributes_as_buffers(model: nn.Module) -> None:
-    """Make tensors that are plain attributes of modules, such as CTRL's positions, buffers.
-
-    torch.export would keep them as constants, which must not be fake tensors.
-    """
-    weights = {id(weight) for weight in (*model.parameters(), *model.buffers())}
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, torch.Tensor) and id(value) not in weights:
-                delattr(module, name)
-                module.register_buffer(name, value, persistent=False)
 
 
 def _check_class(model_class: Any, attention: str) -> None:
