@@ -191,9 +191,11 @@ def test_the_hosts_next_output_waits_until_the_last_was_copied() -> None:
     device = Accelerator(RATES, streams)
     x, out = torch.ones(2), torch.zeros(2)
     streams.current = lambda: slow  # type: ignore[method-assign]
-    slow.put(lambda: time.sleep(0.2))  # type: ignore[attr-defined]
     with torch.inference_mode():
-        device.wait([device.compute_on_host(lambda x, out: out.copy_(x), x, out, 8)])
+        computed = device.compute_on_host(lambda x, out: out.copy_(x), x, out, 8)
+        computed.computing.result()
+        slow.put(lambda: time.sleep(0.2))  # type: ignore[attr-defined]  # before the copy
+        device.wait([computed])
         streams.current = CallerStream  # type: ignore[method-assign]
         other = torch.zeros(2)
         device.wait([device.compute_on_host(lambda x, out: out.fill_(7), x, other, 8)])

@@ -20,7 +20,7 @@ from wf_backends.cli import options as o
 from wf_backends.cluster import save_text
 
 WEIGHT_BYTES = 2**27  # of a weight of the models that are too large for an accelerator
-WITHOUT_AMX = ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # up to twice as fast for one token
+WITHOUT_AMX = ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # faster for one token
 RATE_LABELS = {
     "link": "pinned host memory to accelerator",
     "staging": "weights in host memory to accelerator",
