@@ -1,12 +1,14 @@
 """`python -m wf_deepspeed script.py ...`: run a script that calls deepspeed.initialize itself.
 
-The script is not changed; the "wallfacer" block of its DeepSpeed JSON decides. It may be started
-by mpirun, torchrun (`torchrun --nproc-per-node 4 -m wf_deepspeed train.py ...`) or the deepspeed
-launcher (`deepspeed --module wf_deepspeed train.py ...`).
+The script is not changed; the "wallfacer" block of its DeepSpeed JSON decides. `-m module` in place
+of the script runs a module, as `python -m module` does. Either may be started by mpirun, torchrun
+(`torchrun --nproc-per-node 4 -m wf_deepspeed train.py ...`) or the deepspeed launcher
+(`deepspeed --module wf_deepspeed train.py ...`).
 """
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
@@ -18,26 +20,41 @@ from wf_deepspeed.unmodified import opened
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script: `arguments` are its path and its arguments.
+    """Run a script or a module: `arguments` are its path, or -m and its name; then its arguments.
 
-    `--timeout=SECONDS` before the path sets how long ranks wait for each other.
+    `--timeout=SECONDS` before them sets how long ranks wait for each other.
 
     Raises:
-        SystemExit: with a usage line if there is no script.
+        SystemExit: with a usage line if there is no such script or module.
     """
     timeout, arguments = take_timeout(arguments)
-    arguments = script_first(arguments)
-    if not arguments or not Path(arguments[0]).is_file():
-        named = f"; there is no file {arguments[0]!r}" if arguments else ""
+    is_module, arguments = program_first(arguments)
+    if not arguments or not exists(arguments[0], is_module):
+        kind = "module" if is_module else "file"
+        named = f"; there is no {kind} {arguments[0]!r}" if arguments else ""
         raise SystemExit(
-            f"usage: python -m wf_deepspeed [--timeout=SECONDS] script.py [arguments]{named}"
+            "usage: python -m wf_deepspeed [--timeout=SECONDS] "
+            f"(script.py | -m module) [arguments]{named}"
         )
     sys.argv = arguments
-    sys.path[0] = str(Path(arguments[0]).resolve().parent)
     launch.init(timeout=timeout)
     start(timeout=timeout)
     with opened():
-        runpy.run_path(arguments[0], run_name="__main__")
+        if is_module:
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(arguments[0]).resolve().parent)
+            runpy.run_path(arguments[0], run_name="__main__")
+
+
+def exists(name: str, is_module: bool) -> bool:
+    """Whether there is a script, or a module, of this name."""
+    if not is_module:
+        return Path(name).is_file()
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package around it
+        return False
 
 
 def take_timeout(arguments: list[str]) -> tuple[float, list[str]]:
@@ -47,12 +64,16 @@ def take_timeout(arguments: list[str]) -> tuple[float, list[str]]:
     return float(options[0].split("=")[1]) if options else DEFAULT_TIMEOUT_S, others
 
 
-def script_first(arguments: list[str]) -> list[str]:
-    """The script, then its arguments: `deepspeed --module` puts --local_rank before the script."""
-    if arguments and arguments[0].startswith("--local_rank="):
-        local_rank, *others = arguments
-        return [*others[:1], local_rank, *others[1:]]
-    return arguments
+def program_first(arguments: list[str]) -> tuple[bool, list[str]]:
+    """(whether `-m` names a module; the script or module, then its arguments).
+
+    `deepspeed --module` puts --local_rank before them: it is an argument of the program.
+    """
+    local_rank = [argument for argument in arguments[:1] if argument.startswith("--local_rank=")]
+    program = arguments[len(local_rank) :]
+    is_module = program[:1] == ["-m"]
+    program = program[1:] if is_module else program
+    return is_module, [*program[:1], *local_rank, *program[1:]]
 
 
 if __name__ == "__main__":

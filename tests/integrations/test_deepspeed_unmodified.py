@@ -25,12 +25,13 @@ import wf_deepspeed  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 from tests.integrations.deepspeed_trainer import NUM_EVALUATED, assert_logits_close  # noqa: E402
 from wf_deepspeed import unmodified  # noqa: E402
-from wf_deepspeed.__main__ import script_first, take_timeout  # noqa: E402
+from wf_deepspeed.__main__ import program_first, take_timeout  # noqa: E402
 from wf_deepspeed.config import BATCH_KEYS  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
 SCRIPT = str(Path(__file__).with_name("deepspeed_trainer.py"))
+MODULE = ["-m", "tests.integrations.deepspeed_trainer"]
 PYTHON_M_WF_DEEPSPEED = """
 import sys, wf_deepspeed
 from wf_deepspeed.__main__ import main
@@ -98,8 +99,10 @@ def train_without_wallfacer(folder: Path, ranks: int, accumulation: int) -> dict
     return json.loads(out.read_text())
 
 
-def train_with_wallfacer(folder: Path, ranks: int, accumulation: int, stage: int) -> dict[str, Any]:
-    """Run the script under DeepSpeed at a ZeRO stage, with two ranks for each sequence.
+def train_with_wallfacer(
+    folder: Path, program: list[str], ranks: int, accumulation: int, stage: int
+) -> dict[str, Any]:
+    """Run the script or module under DeepSpeed at a ZeRO stage, with two ranks for each sequence.
 
     Two ranks are new interpreters, which import the modules in the order of a user's job.
     """
@@ -114,18 +117,22 @@ def train_with_wallfacer(folder: Path, ranks: int, accumulation: int, stage: int
     }
     path = folder / f"ds_{ranks}_{stage}.json"
     path.write_text(json.dumps(config))
-    script = [SCRIPT, str(out), str(accumulation), str(path)]
-    run_ranks(["-c", PYTHON_M_WF_DEEPSPEED, *script], ranks, fresh=ranks == 2)
+    program = [*program, str(out), str(accumulation), str(path)]
+    run_ranks(["-c", PYTHON_M_WF_DEEPSPEED, *program], ranks, fresh=ranks == 2)
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize(("groups", "accumulation", "stage"), [(1, 4, 2), (2, 2, 3)])
+@pytest.mark.parametrize(
+    ("program", "groups", "accumulation", "stage"),
+    [(MODULE, 1, 4, 2), ([SCRIPT], 2, 2, 3)],
+    ids=["module", "script"],
+)
 def test_a_trainer_trains_as_without_wallfacer(
-    groups: int, accumulation: int, stage: int, tmp_path: Path
+    program: list[str], groups: int, accumulation: int, stage: int, tmp_path: Path
 ) -> None:
     """Groups of two ranks, beside one process for each group, in float32."""
     expected = train_without_wallfacer(tmp_path, groups, accumulation)
-    actual = train_with_wallfacer(tmp_path, 2 * groups, accumulation, stage)
+    actual = train_with_wallfacer(tmp_path, program, 2 * groups, accumulation, stage)
     assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     for step, expected_step in zip(actual["steps"], expected["steps"], strict=True):
         assert step["loss"] == pytest.approx(expected_step["loss"], abs=1e-4)  # logged as rounded
@@ -162,15 +169,26 @@ def test_a_missing_script_is_an_error_with_a_usage_line() -> None:
         run_ranks(["-m", "wf_deepspeed", "nowhere.py"], 1)
 
 
+def test_a_missing_module_is_an_error_with_a_usage_line() -> None:
+    with pytest.raises(AssertionError, match=r"usage: .* there is no module 'nowhere.train'"):
+        run_ranks(["-m", "wf_deepspeed", "-m", "nowhere.train"], 1)
+
+
 @pytest.mark.parametrize(
-    "arguments", [["--local_rank=3", "train.py", "-x"], ["train.py", "--local_rank=3", "-x"]]
+    ("arguments", "program"),
+    [
+        (["--local_rank=3", "train.py", "-x"], (False, ["train.py", "--local_rank=3", "-x"])),
+        (["train.py", "--local_rank=3", "-x"], (False, ["train.py", "--local_rank=3", "-x"])),
+        (["--local_rank=3", "-m", "train", "-x"], (True, ["train", "--local_rank=3", "-x"])),
+        (["train.py", "-m", "x"], (False, ["train.py", "-m", "x"])),
+        (["-m"], (True, [])),
+        ([], (False, [])),
+    ],
 )
-def test_local_rank_of_the_deepspeed_launcher_goes_to_the_script(arguments: list[str]) -> None:
-    assert script_first(arguments) == ["train.py", "--local_rank=3", "-x"]
-
-
-def test_no_arguments_have_no_script() -> None:
-    assert script_first([]) == []
+def test_the_program_comes_before_its_arguments(
+    arguments: list[str], program: tuple[bool, list[str]]
+) -> None:
+    assert program_first(arguments) == program
 
 
 @pytest.mark.parametrize(
