@@ -311,3 +311,25 @@ def test_a_classifier_with_as_many_classes_as_a_rank_has_tokens_is_compared() ->
 def test_a_masked_model_is_compared_on_the_first_tokens_of_several_long_samples() -> None:
     """Its loss calls `view` on the labels, which does not take columns of a longer tensor."""
     train_on_two_ranks(build("bert", "sdpa", {}), batch(2, 60))
+
+
+def test_a_preference_is_compared_on_its_answers() -> None:
+    """Two samples have the same prompt, on which the gradients of their difference cancel."""
+    pair = batch(2, 60)
+    pair["input_ids"][1, :40] = pair["input_ids"][0, :40]
+    pair["labels"][:, :40] = -100
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), build("llama", "sdpa", {}).float()
+        handle, _ = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
+        WholeBatchHooks(model, handle)
+
+        def loss(part: Any, alone: bool) -> dict[str, Tensor]:
+            logits = model(input_ids=part["input_ids"], use_cache=False).logits
+            scores = logits[:, :-1].log_softmax(-1)
+            chosen, rejected = scores.gather(-1, part["input_ids"][:, 1:, None]).sum((1, 2))
+            return {"loss": -nn.functional.logsigmoid(chosen - rejected)}
+
+        handle.compare_first(pair, call=loss)
+
+    run_threads(2, rank)

@@ -77,6 +77,14 @@ def test_a_causal_head_over_attention_that_is_not_causal_is_compared() -> None:
         assert_passes(report)
 
 
+def test_a_frozen_model_passes() -> None:
+    """Such as the reference of a preference loss, which has no gradients to compare."""
+    reports = verify_on_ranks(
+        lambda: build("llama", "sdpa", {}).requires_grad_(False), whole_batches=True
+    )
+    assert_passes(reports[0])
+
+
 def test_a_model_that_was_tiled_before_passes() -> None:
     """A tile of a rank's part has other rows than a tile of the whole."""
 

@@ -64,7 +64,7 @@ class FirstStep:
         whole_batches: bool = True,
         call: Call | None = None,
     ) -> None:
-        """Compare on the first tokens of the first batch that has enough. Later calls do nothing.
+        """Compare on a few tokens of the first batch that has enough. Later calls do nothing.
 
         Args:
             handle: of the attached model.
@@ -83,7 +83,7 @@ class FirstStep:
         if not whole_batches:
             names = [name for name in parameter_names(self.model) if name not in LABELS]
             arguments = {key: x for key, x in arguments.items() if key in (*names, "cu_seqlens")}
-        batch, source = shorten(arguments, handle.sp), "the first tokens of its first batch"
+        batch, source = shorten(arguments, handle.sp), "a few tokens of its first batch"
         tokens = tokens_of(batch or {})
         if tokens is not None and tokens.shape[1] < MIN_TOKENS:
             self.due = True  # a later batch may have more
@@ -179,8 +179,10 @@ def _refuse_equal_dropout(comparison: Comparison, handle: Handle) -> None:
 def shorten(arguments: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any] | None:
     """The first samples of a batch, with a few tokens for each rank from its longest document.
 
-    Every tensor is cut in all dimensions that are as long as the sequence: a mask (b, 1, S, S) in
-    two. If no label counts among these tokens, the tokens become the labels.
+    The tokens begin with the first label that counts: before it the two answers of a preference are
+    the same prompt, on which their gradients cancel. Every tensor is cut in all dimensions that are
+    as long as the sequence: a mask (b, 1, S, S) in two. If no label counts among these tokens, the
+    tokens become the labels.
 
     Returns:
         None if the batch cannot be cut.
@@ -197,6 +199,7 @@ def shorten(arguments: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any
     if any(x.dim() > 1 and seqlen not in x.shape[1:] for x in tensors):  # images among tokens
         return batch if seqlen <= MAX_UNCUT_TOKENS else None
     start, stop = _longest_document(batch, seqlen)
+    start = max(start, min(_first_label(batch), stop - short_seqlen(sp)))
     stop = min(stop, start + short_seqlen(sp))
     short: dict[str, Any] = {}
     for key, x in batch.items():
@@ -223,6 +226,15 @@ def _longest_document(batch: Mapping[str, Any], seqlen: int) -> tuple[int, int]:
         borders = [*(positions[0] == 0).nonzero().flatten().tolist(), seqlen]
     spans = list(zip(borders, borders[1:], strict=False)) or [(0, seqlen)]
     return max(spans, key=lambda span: span[1] - span[0])
+
+
+def _first_label(batch: Mapping[str, Any]) -> int:
+    """The first position at which a sample has a label that counts; 0 if there is none."""
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.dim() != 2:
+        return 0
+    counted = (labels != IGNORE_INDEX).any(dim=0).nonzero()
+    return int(counted[0]) if len(counted) else 0
 
 
 def _with_some_labels(batch: dict[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,9 @@ class Comparison:
     ) -> None:
         self.model, self.sp, self.batch, self._gather = model, sp, dict(batch), gather
         self._call = call
-        self._backward = gather is None and not any(map(is_partitioned, model.parameters()))
+        trains = any(p.requires_grad for p in model.parameters())
+        is_whole = gather is None and not any(map(is_partitioned, model.parameters()))
+        self._backward = trains and is_whole
         cut_inside = is_cut_inside(model)
         if cut_inside and "use_cache" in parameter_names(model):
             self.batch["use_cache"] = False  # keys and values would be of this rank's rows
@@ -191,7 +193,7 @@ class Comparison:
     def _compare_gradients(self, part: Named, whole: Named) -> None:
         """Compare the sum of gradients over the ranks with those of the whole, in one message."""
         parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        if not parameters or not self._backward:
+        if not self._backward:
             return
         zeros = {name: torch.zeros_like(summary(p)) for name, p in parameters.items()}
         part, whole = zeros | part, zeros | whole
