@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 transformers = pytest.importorskip("transformers")
 
@@ -21,7 +21,13 @@ import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.families import NoFloat32  # noqa: E402
 from tests.integrations.mean_gradients import assert_mean_gradients  # noqa: E402
-from tests.integrations.transformers_models import gradients, sequence_parallel  # noqa: E402
+from tests.integrations.media_models import PATCH_WIDTH, qwen_batch, with_token_types  # noqa: E402
+from tests.integrations.media_models import build as build_media_model  # noqa: E402
+from tests.integrations.transformers_models import (  # noqa: E402
+    gradients,
+    sequence_parallel,
+    stay_in_float64,
+)
 from wf_transformers.whole_batches.log_probabilities import (  # noqa: E402
     LogProbabilityHooks,
     Rollout,
@@ -176,6 +182,25 @@ def test_absolute_positions_after_padding_on_the_left_are_those_of_one_device(
 
     for log_probs in run_threads(2, rank):
         assert ((log_probs - expected) * mask).abs().max() < 1e-9 * expected.abs().max()
+
+
+def test_pixels_are_not_moved_if_there_are_as_many_tokens_as_pixels_of_a_patch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stay_in_float64(monkeypatch)
+    inputs = {key: x for key, x in qwen_batch().items() if key != "labels"}
+    added = PATCH_WIDTH - inputs["input_ids"].shape[1]
+    inputs = {k: pad(x, (0, added), value=3) if k == "input_ids" else x for k, x in inputs.items()}
+    inputs = with_token_types(inputs)
+    expected = build_media_model("qwen2_vl")(**inputs, use_cache=False).logits.mean(-1).detach()
+
+    def rank(comm: Any) -> Tensor:
+        model = build_media_model("qwen2_vl")
+        with attach_with_hooks(model, sequence_parallel(comm)):
+            return model(**inputs).logits.row_means().detach()
+
+    for means in run_threads(2, rank):
+        assert (means - expected).abs().max() < 1e-9 * expected.abs().max()
 
 
 USES_OF_LOGITS: dict[str, Callable[[Any], Any]] = {

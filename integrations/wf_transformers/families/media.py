@@ -162,6 +162,11 @@ def _media_keys(row: Media) -> list[str]:
     return [key for of_modality in keys for key in of_modality if key is not None]
 
 
+def is_media_argument(key: str) -> bool:
+    """Whether an argument has a row for each medium or patch, not for each token."""
+    return any(key in _media_keys(row) for row in TABLE.values())
+
+
 def media_arguments(model: nn.Module) -> list[str]:
     """The arguments of a model of the table that do not have one row per token."""
     row = media_of(model)

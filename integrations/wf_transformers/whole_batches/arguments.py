@@ -20,6 +20,7 @@ from wf_transformers.calls import (
     takes_any_keyword,
     tokens_of,
 )
+from wf_transformers.families.media import is_media_argument
 from wf_transformers.models import Head, outermost, windows_of
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -55,6 +56,8 @@ def mask_of_ones(arguments: Mapping[str, Any]) -> Tensor:
 def has_row_per_token(key: str, value: Any, seqlen: int) -> bool:
     """Whether an argument must be cut: (b, S, ...), or any mask (others are refused later)."""
     is_row_per_token = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == seqlen
+    if is_media_argument(key):  # pixels of a patch may be as many as the tokens
+        return False
     return key in (*MASK_ARGUMENTS, "attention_mask") or is_row_per_token
 
 
