@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from wf_accelerate.trl_trainers import TrlTrainer
+from wf_accelerate.trl_trainers import TrlTrainer, refuse_rollouts
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends._compile import eager
 from wf_backends.comm import own_group
@@ -161,6 +161,8 @@ def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False
     _refuse_trainer(trainer)
     _refuse_hidden_logits(trainer, whole_logits)
     trl = TrlTrainer(trainer) if makes_log_probabilities(trainer) else None
+    if trl is None:
+        refuse_rollouts(trainer)
     rollout = _evaluation_rollout(trainer)  # before the model is attached
     handle = _connect(trainer.model, trainer.accelerator, config, whole_logits, trl)
     with handle.removed_on_error():
@@ -281,6 +283,5 @@ def _refuse_accelerator(accelerator: Accelerator, trl: TrlTrainer | None) -> Non
     if prepared or loaders:  # accelerate has no public attributes for them
         raise ValueError(
             "the accelerator has prepared a model or a loader already: connect before "
-            "accelerator.prepare, and before the Trainer trains or evaluates. A Trainer that has "
-            "prepared a teacher when it was made (GKD, distillation) is not supported"
+            "accelerator.prepare, and before the Trainer trains or evaluates"
         )

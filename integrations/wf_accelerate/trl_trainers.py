@@ -7,6 +7,7 @@ never gathered.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from wf_transformers import Handle, attach_model, temporarily_replace
+from wf_transformers.whole_batches.loaders import gathering_by_group
 from wf_transformers.whole_batches.log_probabilities import (
     LogProbabilityHooks,
     Rollout,
@@ -30,6 +32,10 @@ OVER_ALL_SAMPLES = MappingProxyType(
     }
 )
 """Options of a trainer, each with its value that divides by a deviation over all ranks' samples."""
+ENTROPY_MASK = "get_high_entropy_mask"
+"""Method of GRPO in TRL 1.16: a quantile over all ranks' tokens (`top_entropy_quantile`)."""
+GENERATES = "unwrap_model_for_generation"
+"""TRL's function that the files of trainers with rollouts import."""
 
 
 class TrlTrainer:
@@ -72,8 +78,11 @@ class TrlTrainer:
             set_generation_batch(trainer, sp.size, handle)
             # TRL's seed is another for each process; the ranks of a sequence must draw alike
             set_seed(trainer.args.seed + handle.data_parallel_rank)
-            rewards = partial(_rewards_of_first_ranks, sp.size)
+            rewards = partial(_rewards_of_first_ranks, trainer, sp.size)
             handle.undo.enter_context(temporarily_replace(trainer, "_calculate_rewards", rewards))
+            if hasattr(trainer, ENTROPY_MASK):
+                mask = partial(gathering_by_group, trainer.accelerator)
+                handle.undo.enter_context(temporarily_replace(trainer, ENTROPY_MASK, mask))
         if self._reference is not None:
             reference = attach_model(self._reference, sp)
             handle.undo.callback(reference.remove)
@@ -81,6 +90,18 @@ class TrlTrainer:
         take_sharded_logits(trainer, handle)
         for rollout in self._rollouts:
             rollout.take_over(handle)
+
+
+def refuse_rollouts(trainer: Any) -> None:
+    """Refuse a trainer of TRL that generates as it trains, other than those of `TrlTrainer`: its
+    model would be called with a KV cache, and its teacher with whole batches."""
+    files = (sys.modules[cls.__module__] for cls in type(trainer).__mro__)
+    if any(f.__name__.startswith("trl.") and hasattr(f, GENERATES) for f in files):
+        raise NotImplementedError(
+            f"{type(trainer).__name__} generates completions in training, with its model or a "
+            "teacher, in a way that is not known here: of TRL's trainers that do, GRPOTrainer and "
+            "the RLOOTrainer of TRL 1.16 are supported"
+        )
 
 
 def _refuse_options(trainer: Any, needs_whole_parameters: bool) -> None:
@@ -129,22 +150,36 @@ def set_generation_batch(trainer: Any, size: int, handle: Handle) -> None:
         ("per_device_train_batch_size x steps_per_generation", train_samples, "num_generations"),
         ("per_device_eval_batch_size", eval_samples, eval_key),
     ):
-        if samples % getattr(args, key):
-            raise ValueError(
-                f"{name} = {samples} must be a multiple of {key} = {getattr(args, key)}: "
-                "the ranks of one sequence must generate all completions of a prompt"
-            )
+        _refuse_split_completions(name, samples, key, getattr(args, key))
     handle.set(args, "generation_batch_size", args.generation_batch_size // size)
 
 
+def _refuse_split_completions(name: str, samples: int, key: str, generations: int) -> None:
+    if samples % generations:
+        raise ValueError(
+            f"{name} = {samples} must be a multiple of {key} = {generations}: "
+            "the ranks of one sequence must generate all completions of a prompt"
+        )
+
+
 def _rewards_of_first_ranks(
-    size: int, original: Callable[..., Tensor], *args: Any, **kwargs: Any
+    trainer: Any, size: int, original: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
     """Return gathered rewards (samples of all ranks, functions): a sequence's ranks get those of
-    its first rank, since rewards may be random (an LLM as a judge)."""
+    its first rank, since rewards may be random (an LLM as a judge).
+
+    Raises:
+        ValueError: in an evaluation of data that the trainer did not have when it was connected, if
+            a batch splits the completions of a prompt.
+    """
     from accelerate.state import PartialState
 
     gathered = original(*args, **kwargs)
     num_ranks = PartialState().num_processes
-    by_rank = gathered.unflatten(0, (num_ranks // size, size, len(gathered) // num_ranks))
+    samples = len(gathered) // num_ranks
+    if not trainer.model.training:
+        generations = getattr(trainer, "num_generations_eval", trainer.num_generations)
+        name = "per_device_eval_batch_size"
+        _refuse_split_completions(name, samples, "num_generations_eval", generations)
+    by_rank = gathered.unflatten(0, (num_ranks // size, size, samples))
     return by_rank[:, :1].expand_as(by_rank).flatten(0, 2)

@@ -7,8 +7,10 @@ trainers have a fused LM head.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +60,7 @@ CASES = {
 if HAS_FUSED_HEAD:
     CASES |= {
         "rloo": case("rloo", TWO_GROUPS, {"beta": 0.1} | GENERATIONS),
+        "grpo_entropy": case("grpo", TWO_GROUPS, {"top_entropy_quantile": 0.9} | GENERATIONS),
     }
 else:
     CASES |= {
@@ -168,10 +171,34 @@ def test_an_evaluation_has_completions_of_its_own_number(
         set_generation_batch(trainer, 1, handle)
 
 
+def test_an_evaluation_of_other_data_may_not_split_completions_of_a_prompt(tmp_path: Path) -> None:
+    """The data that the trainer had when it was connected is checked there."""
+    trainer = make_grpo_trainer(tmp_path)
+    trainer.args.per_device_eval_batch_size = 3
+    with wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1}):
+        with pytest.raises(ValueError, match="eval_batch_size = 3 must be a multiple of"):
+            trainer.evaluate(trainer.train_dataset)
+
+
 def test_vllm_is_refused(tmp_path: Path) -> None:
     trainer = make_grpo_trainer(tmp_path)
     trainer.use_vllm = True
     with pytest.raises(NotImplementedError, match="use_vllm=True"):
+        wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1})
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("gkd.gkd_trainer", "GKDTrainer"), ("online_dpo.online_dpo_trainer", "OnlineDPOTrainer")],
+)
+def test_a_trainer_that_generates_in_a_way_of_its_own_is_refused(file: str, name: str) -> None:
+    """Before it trains: its model's `generate` would end at the first step."""
+    package = "trl.experimental" if HAS_FUSED_HEAD else "trl.trainer"
+    file = file if HAS_FUSED_HEAD else file.split(".")[1]
+    trainer_class = getattr(import_module(f"{package}.{file}"), name)
+    trainer = object.__new__(type("Mine", (trainer_class,), {}))
+    trainer.args, trainer.model = SimpleNamespace(n_gpu=1), tiny_llama()
+    with pytest.raises(NotImplementedError, match="Mine generates completions in training"):
         wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1})
 
 

@@ -95,8 +95,13 @@ def _run(
 
 def gather_by_group(accelerator: Any, tensors: Any) -> Any:
     """`accelerator.gather`, with the samples of every group once."""
+    return gathering_by_group(accelerator, accelerator.gather, tensors)
+
+
+def gathering_by_group(accelerator: Any, method: Function, *args: Any, **kwargs: Any) -> Any:
+    """Call a method; what it gathers by `accelerator` has the samples of every group once."""
     functions = FUNCTIONS["gather_for_metrics"]
-    return _run(functions, getattr(accelerator, GROUPS).sizes, accelerator.gather, tensors)
+    return _run(functions, getattr(accelerator, GROUPS).sizes, method, *args, **kwargs)
 
 
 def _prepare_data_loader(size: int, original: Function, *args: Any, **kwargs: Any) -> Any:
