@@ -26,6 +26,7 @@ from wf_transformers import (
     compared_first,
     counted_by_group,
     counted_once,
+    drawing_alike,
     gathered_once,
     inner_loss_counted_once,
     loss_only,
@@ -241,7 +242,8 @@ def _replace_steps(trainer: Trainer, handle: Handle) -> None:
             handle.undo.enter_context(temporarily_replace(trainer, name, step))
     if not hasattr(trainer.model, OPERATIONS):  # in transformers 5 the Trainer counts operations
         handle.share_operations(trainer)
-    for name, step in {"training_step": compared_first, "evaluation_loop": gathered_once}.items():
+    loops = {"training_step": compared_first, "evaluation_loop": gathered_once}
+    for name, step in (loops | {"_load_rng_state": drawing_alike}).items():
         replaced = temporarily_replace(trainer, name, partial(step, trainer))
         handle.undo.enter_context(replaced)
 

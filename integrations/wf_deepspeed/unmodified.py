@@ -14,6 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import deepspeed
@@ -26,10 +27,21 @@ from wf_transformers import (
     compared_first,
     counted_by_group,
     counted_once,
+    drawing_alike,
     gathered_once,
     loss_only,
     temporarily_replace,
 )
+
+TRAINER_METHODS = MappingProxyType(
+    {
+        "compute_loss": counted_once,
+        "training_step": compared_first,
+        "evaluation_loop": gathered_once,
+        "_load_rng_state": drawing_alike,
+    }
+)
+"""Methods of transformers' Trainer, and what replaces them."""
 
 
 @contextmanager
@@ -62,15 +74,12 @@ def _initialize(
         WholeBatchHooks(engine.module, engine.wallfacer)
         if "transformers.trainer" in sys.modules:  # the script uses the Trainer
             trainer_class = sys.modules["transformers.trainer"].Trainer
-            compute_loss = functools.partial(_on_class, counted_once)
-            training_step = functools.partial(_on_class, compared_first)
-            evaluation_loop = functools.partial(_on_class, gathered_once)
             replace = functools.partial(temporarily_replace, trainer_class)
             stack.enter_context(replace("prediction_step", loss_only))
             if not hasattr(trainer_class.compute_loss, "__wrapped__"):  # by an earlier engine
-                stack.enter_context(replace("compute_loss", compute_loss))
-                stack.enter_context(replace("training_step", training_step))
-                stack.enter_context(replace("evaluation_loop", evaluation_loop))
+                for name, function in TRAINER_METHODS.items():
+                    by_class = functools.partial(_on_class, function)
+                    stack.enter_context(replace(name, by_class))
     return engine, optimizer, loader, scheduler
 
 

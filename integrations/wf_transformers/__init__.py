@@ -33,6 +33,7 @@ from wf_transformers.whole_batches.loaders import counted_by_group
 from wf_transformers.whole_batches.trainer import (
     compared_first,
     counted_once,
+    drawing_alike,
     gathered_once,
     inner_loss_counted_once,
     loss_only,
@@ -64,6 +65,7 @@ __all__ = [
     "counted_by_group",
     "counted_once",
     "data_parallel",
+    "drawing_alike",
     "forward_kwargs",
     "gathered_once",
     "generate",

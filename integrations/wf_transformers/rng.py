@@ -55,7 +55,7 @@ class RankRng:
 
     def enter(self, device: torch.device) -> None:
         """Seed the generators of the host and of `device` for this rank."""
-        for generator in _generators(device):
+        for generator in generators_of(device):
             common_state = generator.get_state()
             seed = crc32(common_state.numpy().tobytes() + self._rank.to_bytes(4))
             generator.manual_seed(seed)
@@ -71,7 +71,8 @@ class RankRng:
                 torch.empty(1, device=generator.device).uniform_(generator=generator)
 
 
-def _generators(device: torch.device) -> list[Generator]:
+def generators_of(device: torch.device) -> list[Generator]:
+    """torch's default generators of the host and of `device`."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])

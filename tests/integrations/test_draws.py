@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,11 +20,14 @@ try:
 except ImportError:  # transformers 4
     from transformers.trainer_utils import neftune_post_forward_hook  # noqa: E402
 
-from tests.helpers import run_threads  # noqa: E402
+from transformers.trainer_utils import set_seed  # noqa: E402
+
+from tests.helpers import run_processes, run_threads  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 from tests.integrations.transformers_models import batch, build, sequence_parallel  # noqa: E402
-from wf_transformers import WholeBatchHooks, attach  # noqa: E402
+from wf_transformers import WholeBatchHooks, attach, drawing_alike  # noqa: E402
 from wf_transformers.rng import RankRng, uses_rng_in_training  # noqa: E402
+from wf_transformers.whole_batches.hooks import GROUP_SIZE  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -96,3 +102,26 @@ def test_noise_of_neftune_is_scaled_by_the_tokens_of_all_ranks() -> None:
     for largest_noise, alpha_after in run_threads(2, run_rank):
         assert 0.9 * bound < largest_noise <= 1.0001 * bound  # of 384 draws on each rank
         assert alpha_after == alpha
+
+
+def draws_after_loading(comm: Any) -> list[float]:
+    """Draws of ranks with seeds of their own, two of which share a sequence."""
+    model = torch.nn.Linear(1, 1)
+    vars(model)[GROUP_SIZE] = 2
+    trainer = SimpleNamespace(model=model, args=SimpleNamespace(device=CPU))
+    drawing_alike(trainer, lambda _: set_seed(comm.rank), "checkpoint")
+    return draws()
+
+
+def draws() -> list[float]:
+    return [float(torch.rand(1)), random.random(), float(np.random.rand())]
+
+
+@pytest.mark.processes
+def test_ranks_of_a_sequence_draw_alike_after_a_trainer_loaded_random_numbers() -> None:
+    """A checkpoint of other ranks has other numbers for two ranks of a sequence."""
+    set_seed(0)
+    first, second, third, fourth = run_processes(4, draws_after_loading)
+    assert first == second == draws()
+    set_seed(2)
+    assert third == fourth == draws()

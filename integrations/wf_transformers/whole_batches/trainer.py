@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
+import numpy as np
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from wf_backends.parallel import IGNORE_INDEX
 from wf_transformers.comparison.runs import LOSS
+from wf_transformers.rng import generators_of
 from wf_transformers.whole_batches.custom_loss import NUM_ITEMS
 from wf_transformers.whole_batches.hooks import GROUP_SIZE, WHOLE_LOGITS, WholeBatchHooks
 from wf_transformers.whole_batches.loaders import gather_by_group
@@ -66,7 +70,29 @@ def _counted_ranks(trainer: Any, model: nn.Module) -> int:
     multiplies = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     if not (getattr(trainer.args, "average_tokens_across_devices", False) and multiplies):
         return 1
+    return _group_size(model)
+
+
+def _group_size(model: nn.Module) -> int:
     return next((vars(m)[GROUP_SIZE] for m in model.modules() if GROUP_SIZE in vars(m)), 1)
+
+
+def drawing_alike(trainer: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Replaces the Trainer's `_load_rng_state`: the ranks of a sequence go on with the random
+    numbers of its first rank. A job of other ranks saved other numbers for them, or none."""
+    original(*args, **kwargs)
+    size = _group_size(trainer.model)
+    if size == 1:
+        return
+    generators = generators_of(trainer.args.device)
+    states = [x.get_state() for x in generators], random.getstate(), np.random.get_state()
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, states)
+    torch_states, python_state, numpy_state = by_rank[dist.get_rank() // size * size]
+    for generator, state in zip(generators, torch_states, strict=True):
+        generator.set_state(state)
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
 
 
 def gathered_once(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
