@@ -333,3 +333,16 @@ def test_a_preference_is_compared_on_its_answers() -> None:
         handle.compare_first(pair, call=loss)
 
     run_threads(2, rank)
+
+
+def test_packed_documents_with_masked_prompts_are_compared_from_the_start_of_one() -> None:
+    packed = batch(1, 60, position_ids=torch.arange(60)[None] % 30)
+    packed["labels"][:, :10] = -100
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), build("llama", "sdpa", {}).float()
+        handle, _ = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
+        WholeBatchHooks(model, handle)
+        model(**packed)
+
+    run_threads(2, rank)

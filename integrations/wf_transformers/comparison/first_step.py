@@ -199,7 +199,8 @@ def shorten(arguments: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any
     if any(x.dim() > 1 and seqlen not in x.shape[1:] for x in tensors):  # images among tokens
         return batch if seqlen <= MAX_UNCUT_TOKENS else None
     start, stop = _longest_document(batch, seqlen)
-    start = max(start, min(_first_label(batch), stop - short_seqlen(sp)))
+    if batch.get("position_ids") is None:  # they must start at 0
+        start = max(start, min(_first_label(batch), stop - short_seqlen(sp)))
     stop = min(stop, start + short_seqlen(sp))
     short: dict[str, Any] = {}
     for key, x in batch.items():
