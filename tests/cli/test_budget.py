@@ -94,6 +94,12 @@ def test_a_budget_counts_experts_and_refuses_a_bad_count(
     assert code == 2 and ("leave --memory-gib out" in err or "num_experts_per_tok" in err)
 
 
+def test_a_budget_of_a_model_of_images_is_refused(wallfacer, tmp_path: Path) -> None:
+    transformers.ViTConfig().save_pretrained(tmp_path)
+    code, _, err = wallfacer("plan", "--model", str(tmp_path), *ON_EIGHT, "--memory-gib", "80")
+    assert code == 2 and "ViTConfig is of no language model; leave --memory-gib out" in err
+
+
 def test_a_data_parallel_size_below_one_is_refused(wallfacer) -> None:
     code, _, err = wallfacer("plan", "--data-parallel-size", "0", *ON_EIGHT)
     assert code == 2 and "--data-parallel-size must be at least 1, got 0" in err

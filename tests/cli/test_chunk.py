@@ -113,15 +113,16 @@ def test_the_longest_sequence_has_at_most_the_learned_positions(wallfacer_json, 
         (transformers.GPT2Config(**SMALL, n_positions=32), "has 32 positions"),
         (transformers.OPTConfig(**SMALL, max_position_embeddings=63), "has 63 positions"),
         (transformers.ViTConfig(), "ViTModel takes pixel_values"),
+        (transformers.ResNetConfig(), "ResNetModel takes pixel_values"),
         (transformers.MambaConfig(), "MambaForCausalLM has no attention 'sdpa'"),
     ],
-    ids=["gpt2", "opt", "vit", "mamba"],
+    ids=["gpt2", "opt", "vit", "resnet", "mamba"],
 )
 def test_a_model_that_cannot_take_the_tokens_is_refused(
     wallfacer, folder: str, config, message: str
 ) -> None:
     config.save_pretrained(folder)
-    code, _, err = wallfacer("chunk", "--model", folder, "--seqlen", "64")
+    code, _, err = wallfacer("chunk", "--model", folder, "--seqlen", "64", "--layers", "1")
     assert code == 2 and message in err
 
 

@@ -59,6 +59,19 @@ def test_a_picture_without_matplotlib_is_refused(wallfacer, monkeypatch) -> None
     assert (code, out) == (2, "") and "--picture needs matplotlib, which is missing" in err
 
 
+def test_a_picture_that_cannot_be_written_is_refused_before_the_table(
+    wallfacer, tmp_path: Path, monkeypatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+
+    def savefig(_: object, path: Path, dpi: int) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(figure.Figure, "savefig", savefig)
+    code, out, err = wallfacer("explain", "ring", "--picture", str(tmp_path / "a.png"))
+    assert (code, out) == (2, "") and f"No space left on device: '{tmp_path}/a.png'" in err
+
+
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_explain_draws_a_picture(wallfacer, tmp_path: Path, ending: str) -> None:
     pytest.importorskip("matplotlib")

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-pytest.importorskip("transformers", reason="the transformers extra is missing")
+transformers = pytest.importorskip("transformers", reason="the transformers extra is missing")
 pytest.importorskip("accelerate", reason="the accelerate extra is missing")
 
 
@@ -26,6 +26,7 @@ from tests.hetegen.models import (  # noqa: E402
 )
 from wf_backends.hetegen import ShapedDevice, dispatch_model  # noqa: E402
 from wf_transformers import model_from_folder  # noqa: E402
+from wf_transformers.folders.load import generator  # noqa: E402
 
 IDS = torch.arange(3, 12).unsqueeze(0)
 NUM_TOKENS = 4
@@ -118,6 +119,12 @@ def test_files_of_an_earlier_save_are_ignored(max_shard_size: str, tmp_path: Pat
     assert mapped_state.keys() == state.keys()
     for name, value in mapped_state.items():
         assert torch.equal(value, state[name]), name
+
+
+def test_a_model_of_images_is_refused(tmp_path: Path) -> None:
+    transformers.ViTConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds a vit, which is no causal language model"):
+        generator(tmp_path)
 
 
 def test_the_error_names_a_truncated_file(tmp_path: Path) -> None:

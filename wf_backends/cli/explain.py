@@ -67,12 +67,12 @@ def explain(
     workload = model.workload()
     request = planner.Request(cluster, workload, exact_up_to=cluster.size)
     plan = planner.price_plan(request, planner.Choice(1, placed, placed, moves))
-    show(plan, cluster.size, added)
-    if workload.mask.slices is not None:
-        print("\n".join(mask_lines(workload, cluster.size)))
     if picture is not None:
         draw(place(placed, cluster.size), cluster, picture, f"{route}, {cluster.size} ranks")
         print(f"drawn: {picture}")
+    show(plan, cluster.size, added)
+    if workload.mask.slices is not None:
+        print("\n".join(mask_lines(workload, cluster.size)))
 
 
 def show(plan: planner.Plan, size: int, added: int) -> None:

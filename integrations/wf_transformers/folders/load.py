@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from wf_transformers.folders.shape import DTYPE, refused_by_name
+from wf_transformers.folders.shape import DTYPE, is_causal, refused_by_name
 from wf_transformers.folders.skeleton import check_positions
 
 
@@ -40,14 +40,14 @@ def model_from_folder(
 
     Raises:
         ValueError: if safetensors files are missing, or weights are quantized, or tensors have
-            other names or shapes than the model's parameters.
+            other names or shapes than the model's parameters, or for another kind of model.
     """
     if not isinstance(torch_dtype, torch.dtype | None):
         raise ValueError(
             f"torch_dtype must be such as torch.bfloat16, or None, got {torch_dtype!r}"
         )
     files = _weight_files(Path(folder))
-    config = AutoConfig.from_pretrained(folder)
+    config = _causal_config(folder)
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         raise ValueError(f"{folder} holds quantized weights, which are not split: {quantized}")
     tensors: dict[str, Tensor] = {}
@@ -59,6 +59,13 @@ def model_from_folder(
     if (Path(folder) / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+def _causal_config(folder: str | Path) -> Any:
+    config = AutoConfig.from_pretrained(folder)
+    if not is_causal(config):
+        raise ValueError(f"{folder} holds a {config.model_type}, which is no causal language model")
+    return config
 
 
 def _load(
@@ -227,6 +234,7 @@ class _Writer(BaseStreamer):
 def generator(folder: Path, chat: bool = False) -> Generator:
     """The model and tokenizer for `wallfacer generate`."""
     with refused_by_name(folder):
+        _causal_config(folder)  # a tokenizer's error would not say what is wrong
         tokenizer = AutoTokenizer.from_pretrained(folder)  # first, because it fails sooner
         if chat and not tokenizer.chat_template:
             raise ValueError("its tokenizer has no chat template: leave --chat out")

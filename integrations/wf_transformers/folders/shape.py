@@ -16,7 +16,10 @@ import torch
 from huggingface_hub.constants import ENDPOINT
 from transformers.configuration_utils import PretrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+)
 
 from wf_backends.budget import Experts
 from wf_transformers.folders.layers import count_layers
@@ -49,8 +52,8 @@ def model_shape(name: str, itemsize: int = 0) -> dict[str, Any]:
 
     Raises:
         ValueError: if there is no such model, or its config lacks its heads or sizes.
-        NotImplementedError: for sizes of an encoder and a decoder, or of a mixture whose config
-            lacks its experts.
+        NotImplementedError: for sizes of another model than a decoder, or of a mixture whose
+            config lacks its experts.
     """
     config = read_config(name).get_text_config()
     heads = getattr(config, "num_attention_heads", None)
@@ -112,17 +115,25 @@ def refused_by_name(name: str | Path) -> Iterator[None]:
         raise
     except Exception as error:
         prefix = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        if not Path(name).exists():
+            prefix = "there is no such folder, and as a name on the Hub: "
         joined = re.sub(r":\n\s+", ": ", str(error).strip())  # a validator's error, and its cause
         first_line = joined.partition("\n")[0]
         raise ValueError(f"--model {name}: {prefix}{first_line}") from error
 
 
+def is_causal(config: Any) -> bool:
+    """Whether transformers, or code beside the config, has a causal language model for it."""
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")
+
+
 def _sizes(name: str, config: Any, itemsize: int) -> dict[str, Any]:
     """The sizes that memory depends on; parameters are counted on torch's device meta."""
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder or not is_causal(config):
+        what = "has an encoder, too" if config.is_encoder_decoder else "is of no language model"
         raise NotImplementedError(
-            f"--model {name}: the memory budget counts decoders, and {type(config).__name__} has "
-            "an encoder, too; leave --memory-gib out"
+            f"--model {name}: the memory budget counts decoders, and {type(config).__name__} "
+            f"{what}; leave --memory-gib out"
         )
     hidden = config.hidden_size
     mlp = {"intermediate": _first(config, MLP_WIDTHS) or 4 * hidden}

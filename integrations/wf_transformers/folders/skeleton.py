@@ -51,14 +51,15 @@ def skeleton(
         raise ValueError(f"--attention must be one of {list(ATTENTIONS)}, got {attention!r}")
     whole_config = read_config(folder)
     config = whole_config.get_text_config()
-    if layers:
-        _keep_layers(config, layers)
     is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
     auto_class = AutoModelForCausalLM if is_decoder else AutoModel
+    with refused_by_name(folder):
+        _check_class(auto_class._model_mapping[type(config)], attention)
+    if layers:
+        _keep_layers(config, layers)
     dtype = getattr(config, DTYPE) or getattr(whole_config, DTYPE) or torch.float32
     with FakeTensorMode(allow_non_fake_inputs=True):
         with refused_by_name(folder), no_init_weights():  # ModernBERT's looks at values
-            _check_class(auto_class._model_mapping[type(config)], attention)
             kwargs = {"attn_implementation": attention, DTYPE: dtype}
             model = auto_class.from_config(config, **kwargs)
             model.tie_weights()
