@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from wf_accelerate.trl_trainers import TrlTrainer, refuse_rollouts
+from wf_accelerate.trl_trainers import TrlTrainer, generating_callbacks, refuse_rollouts
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends._compile import eager
 from wf_backends.comm import own_group
@@ -164,7 +164,7 @@ def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False
     trl = TrlTrainer(trainer) if makes_log_probabilities(trainer) else None
     if trl is None:
         refuse_rollouts(trainer)
-    rollout = _evaluation_rollout(trainer)  # before the model is attached
+    rollout = _evaluation_rollout(trainer) if trl is None else None  # before it is attached
     handle = _connect(trainer.model, trainer.accelerator, config, whole_logits, trl)
     with handle.removed_on_error():
         if trl is not None:
@@ -214,13 +214,16 @@ def _is_sft_of_logits(trainer: Trainer) -> bool:
 
 
 def _evaluation_rollout(trainer: Trainer) -> Rollout | None:
-    """What generates in the evaluations of a Seq2SeqTrainer with `predict_with_generate=True`: on
-    every rank of a sequence the model as it is without us."""
-    if not getattr(trainer.args, "predict_with_generate", False):
+    """What generates for callbacks, and in the evaluations of a Seq2SeqTrainer with
+    `predict_with_generate=True`: on every rank of a sequence the model as it is without us."""
+    generating = generating_callbacks(trainer)
+    if getattr(trainer.args, "predict_with_generate", False):
+        generating.append("predict_with_generate=True")
+    if not generating:
         return None
     if trainer.is_fsdp_enabled:
         raise NotImplementedError(
-            "predict_with_generate=True under FSDP: generate needs whole parameters; leave it out, "
+            f"{', '.join(generating)} under FSDP: generate needs whole parameters; leave it out, "
             "or train under DDP"
         )
     return Rollout(trainer.model)
@@ -285,5 +288,6 @@ def _refuse_accelerator(accelerator: Accelerator, trl: TrlTrainer | None) -> Non
     if prepared or loaders:  # accelerate has no public attributes for them
         raise ValueError(
             "the accelerator has prepared a model or a loader already: connect before "
-            "accelerator.prepare, and before the Trainer trains or evaluates"
+            "accelerator.prepare, and before the Trainer trains or evaluates. A Trainer that has "
+            "prepared them when it was made (TRL's IterativeSFTTrainer) is not supported"
         )

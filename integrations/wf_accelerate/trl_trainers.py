@@ -50,8 +50,12 @@ class TrlTrainer:
         self._trains_policy = hasattr(trainer, "num_generations")
         reference = getattr(trainer, "ref_model", None)
         self._reference = reference if isinstance(reference, nn.Module) else None
-        _refuse_options(trainer, self._trains_policy or self._reference is not None)
-        generates = self._trains_policy or getattr(trainer, "generate_during_eval", False)
+        generates = (
+            self._trains_policy
+            or getattr(trainer, "generate_during_eval", False)
+            or generating_callbacks(trainer)
+        )
+        _refuse_options(trainer, bool(generates) or self._reference is not None)
         models = [trainer.model, self._reference] if generates else []
         self._rollouts = [Rollout(model) for model in models if model is not None]
 
@@ -90,6 +94,13 @@ class TrlTrainer:
         take_sharded_logits(trainer, handle)
         for rollout in self._rollouts:
             rollout.take_over(handle)
+
+
+def generating_callbacks(trainer: Any) -> list[str]:
+    """The names of callbacks that generate with the trainer's models, as TRL's
+    LogCompletionsCallback and WinRateCallback: they have a `generation_config`."""
+    callbacks = trainer.callback_handler.callbacks
+    return [type(x).__name__ for x in callbacks if hasattr(x, "generation_config")]
 
 
 def refuse_rollouts(trainer: Any) -> None:

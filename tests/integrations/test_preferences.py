@@ -19,6 +19,8 @@ import torch
 pytest.importorskip("trl", reason="TRL is not installed", exc_type=ImportError)
 
 from peft import LoraConfig, get_peft_model  # noqa: E402
+from transformers import GenerationConfig  # noqa: E402
+from trl import LogCompletionsCallback  # noqa: E402
 
 import wf_accelerate  # noqa: E402
 from tests.integrations.accelerate_jobs import Results  # noqa: E402
@@ -226,6 +228,20 @@ def test_remove_restores_a_grpo_trainer(tmp_path: Path) -> None:
     assert not set(methods) & set(vars(trainer))
     assert "generate" not in vars(trainer.model) and not trainer.ref_model._forward_pre_hooks
     assert trainer.args.generation_batch_size == batch_size
+
+
+def test_a_callback_of_trl_generates_as_the_trainer_trains(tmp_path: Path) -> None:
+    """On each rank by itself, with a KV cache, which is not spread over ranks."""
+    from tests.integrations import preference_worker
+
+    trainer = preference_worker.dpo(one_step(tmp_path), {})
+    trainer.processing_class.model_input_names = ["input_ids", "attention_mask"]
+    options = GenerationConfig(max_new_tokens=4, pad_token_id=0)
+    callback = LogCompletionsCallback(trainer, options, num_prompts=2, freq=1)
+    trainer.add_callback(callback)
+    with wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1}):
+        trainer.train()
+    assert len(callback.table) == 2
 
 
 def test_a_rollout_generates_without_an_adapter_that_is_disabled() -> None:
