@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from colossalai.shardformer.layer.parallel_module import ParallelModule
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -63,7 +64,7 @@ def apply(
     Raises:
         ValueError: for a wrong key or value, an unknown model, or a sequence_parallel_size that
             does not divide the group.
-        NotImplementedError: for "autochunk".
+        NotImplementedError: for "autochunk"; at the model's first call for tensor parallelism.
     """
     stages, model_options = None, ModelOptions()
     if not isinstance(config, SequenceParallelConfig | Mapping):
@@ -86,8 +87,22 @@ def apply(
     handle, _ = attach_compared(
         model_options, model, sp, attach_model, whole_batches=True, compares=compares
     )
+    handle.hooks(model.register_forward_pre_hook(_refuse_tensor_parallelism, prepend=True))
     handle.data_parallel_rank, handle.data_parallel_size = data_parallel(sp, group)
     return handle
+
+
+def _refuse_tensor_parallelism(model: nn.Module, *_: Any) -> None:
+    """Refuse a model whose weights a plugin has split: ranks of a sequence have other tokens."""
+    for name, module in model.named_modules():
+        ranks = (
+            getattr(module, "process_group", None) if isinstance(module, ParallelModule) else None
+        )
+        if ranks is not None and ranks.size() > 1:
+            raise NotImplementedError(
+                f"tp_size={ranks.size()} of the plugin has split {name}, and wf_colossalai.apply "
+                "supports no tensor parallelism: set tp_size=1, or use WallFacerPlugin(tp_size=...)"
+            )
 
 
 class PluginHandle(Handle):

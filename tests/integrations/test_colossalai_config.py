@@ -21,6 +21,7 @@ if importlib.util.find_spec("colossalai"):
     import transformers
     from colossalai.accelerator import get_accelerator
     from colossalai.kernel.kernel_loader import CPUAdamLoader
+    from colossalai.shardformer.layer.parallel_module import ParallelModule
     from colossalai.shardformer.policies.llama import LlamaForCausalLMPolicy
     from peft import LoraConfig, get_peft_model
     from transformers import T5Config, T5ForConditionalGeneration
@@ -83,6 +84,17 @@ def test_tensor_parallelism_that_would_be_wrong_is_refused(
     )
     with pytest.raises(NotImplementedError, match=message):
         policy.config_sanity_check()
+
+
+def test_apply_refuses_a_model_that_a_plugin_has_split_by_tensor_parallelism() -> None:
+    """`GeminiPlugin(tp_size=2)`; here the group of one layer is made up."""
+    model = build("llama")
+    apply(model, {"sequence_parallel_size": 1})
+    split: Any = model.model.layers[0].mlp.up_proj
+    split.__class__ = type("Linear1D_Col", (torch.nn.Linear, ParallelModule), {})
+    split.process_group = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(NotImplementedError, match="tp_size=2.*layers.0.mlp.up_proj.*tp_size=1"):
+        model(**batch("llama", "plain", 0))
 
 
 def test_a_model_without_a_head_is_refused() -> None:
