@@ -27,6 +27,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     gradients,
     sequence_parallel,
 )
+from tests.integrations.verify_models import DIFFERS, verify_on_ranks  # noqa: E402
 from wf_transformers import WholeBatchHooks, attach_model  # noqa: E402
 
 BATCH_SIZE, SEQLEN, NUM_CHOICES, NUM_LABELS = 2, 21, 3, 4  # 21: padded on 2 and 4 ranks
@@ -172,3 +173,21 @@ def test_ragged_samples_are_exact(name: str) -> None:
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_positions_of_a_roberta_on_one_rank_are_exact(padded: bool) -> None:
     assert_exact("RobertaForMaskedLM", 1, batch("RobertaForMaskedLM", padded))
+
+
+def test_a_model_of_multiple_choice_is_compared_on_a_drawn_batch() -> None:
+    reports = verify_on_ranks(lambda: build("BertForMultipleChoice"), whole_batches=True)
+    assert all(report is not None and report.compared >= 30 for report in reports)
+
+
+def test_a_model_of_multiple_choice_that_mixes_the_tokens_of_a_rank_is_refused() -> None:
+    """As MobileBERT's embeddings do: each reads the token before."""
+
+    def shifted() -> Any:
+        model = build("BertForMultipleChoice")
+        embedding = model.bert.embeddings.word_embeddings
+        embedding.register_forward_hook(lambda _, __, x: x + x.roll(1, dims=1))
+        return model
+
+    with pytest.raises(NotImplementedError, match=DIFFERS):
+        verify_on_ranks(shifted, whole_batches=True)

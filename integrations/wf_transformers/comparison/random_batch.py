@@ -44,6 +44,8 @@ def random_batch(
         batch = _tokens(model, config, sp, generator, labelled)
     else:
         batch = None
+    if any(type(inner).__name__.endswith("ForMultipleChoice") for inner in models):
+        batch = {key: x[:, None] for key, x in (batch or {}).items()}  # (b, choices, S)
     return None if batch is None else {key: x.to(device) for key, x in batch.items()}
 
 

@@ -40,13 +40,15 @@ class Rows:
     ) -> None:
         self._sp, self._uneven, self._whole_outputs = sp, uneven, whole_outputs
         self.shape: tuple[int, ...] = ()
-        """(b, S); () without tokens."""
+        """(b, S), with a row for each choice of a sample; () without tokens."""
         tokens = tokens_of(batch)
         if tokens is not None:
-            self.shape = tuple(tokens.shape[:2])
-            mask = batch.get("attention_mask")
-            has_mask = isinstance(mask, Tensor) and mask.shape == self.shape
-            valid = mask != 0 if has_mask else tokens.new_ones(self.shape, dtype=torch.bool)
+            by_token = 2 if tokens.is_floating_point() else tokens.dim()  # (b, choices, S) too
+            shape, mask = tokens.shape[:by_token], batch.get("attention_mask")
+            has_mask = isinstance(mask, Tensor) and mask.shape == shape
+            valid = mask != 0 if has_mask else tokens.new_ones(shape, dtype=torch.bool)
+            valid = valid.flatten(0, -2)
+            self.shape = tuple(valid.shape)
             num_valid = int(valid.any(0).sum())
             self._positions = self._padded_positions(self.shape[1], tokens.device, num_valid)
             self._valid = pad(valid, (0, self._sp.size * len(self._positions)))  # False there
