@@ -43,6 +43,7 @@ LONG: dict[str, str] = {
     "tests/integrations/test_generation_processes.py": "in_tensor_parallel|is_named",
     "tests/integrations/test_hetegen.py": "deepspeeds_own_engine",
     "tests/integrations/test_diffusers.py": r"script_of_docs|compiled|of_one_device\[\w+-[13]-",
+    "tests/integrations/test_first_step_compiled.py": "",
     "tests/integrations/test_first_step_trainers.py": r"\[zero2\]",
     "tests/integrations/test_deepspeed_published.py": all_but("zero0_ring", "zero3_offload.*"),
     "tests/integrations/test_torch.py": r"data_parallel|bf16|no_sequence|mesh|fsdp_hybrid\]",

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -61,6 +63,14 @@ def _exclude_from_tracing(fn: Any, reason: str) -> None:
     if hasattr(frames, "set_code_exec_strategy"):  # not in torch 2.6
         skip = frames._FrameAction.SKIP
         frames.set_code_exec_strategy(fn.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Inside, compiled models and layers run as plain Python, if a rank is a process: ranks that
+    are threads would end it for each other."""
+    if "torch._dynamo" not in sys.modules or not dist.is_initialized():
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def refuse_transforms(call: str, instead: str, /, **tensors: Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends._compile import uncompiled
 from wf_backends.autochunk.tiling import modules_in_tiles
 from wf_backends.comm import World, sum_on_all_ranks
 from wf_backends.dsp import (
@@ -137,6 +138,7 @@ class Comparison:
         gradients: Named = {}
         with ExitStack() as stack:
             stack.enter_context(restored_numpy())
+            stack.enter_context(uncompiled())  # what observes it would be compiled too
             stack.enter_context(torch.set_grad_enabled(self._backward))
             if self._gather is not None:
                 stack.enter_context(_gathered_parameters(self.model, self._gather))

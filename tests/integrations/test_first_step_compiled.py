@@ -1,0 +1,42 @@
+"""Layers that torch compiles, compared on the first batch; ranks are processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
+
+from tests import forked  # noqa: E402
+from tests.helpers import run_processes  # noqa: E402
+from tests.integrations.transformers_models import batch, sequence_parallel  # noqa: E402
+from tests.integrations.verify_models import llama  # noqa: E402
+from wf_transformers import attach  # noqa: E402
+from wf_transformers.batch import forward_kwargs  # noqa: E402
+
+
+def graphs_before_and_after_the_first_batch(comm: Any) -> tuple[int, int]:
+    """How many graphs torch has compiled; an error if the first batch cannot be compared."""
+    graphs: list[Any] = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = llama()
+    del model.model.layers[1:]
+    handle = attach(model, sequence_parallel(comm), verify="strict")
+    for layer in model.model.layers:
+        layer.compile(backend=keep, dynamic=True)
+    local = handle.shard_batch(batch())
+    compared = len(graphs)
+    model(**forward_kwargs(model, local))
+    return compared, len(graphs)
+
+
+def test_the_first_batch_is_compared_without_compiling_its_layers() -> None:
+    start = forked.python("tests.helpers", __name__, "torch._dynamo")
+    ranks = run_processes(2, graphs_before_and_after_the_first_batch, start=start)
+    for compared, trained in ranks:
+        assert compared == 0 and trained > 0
