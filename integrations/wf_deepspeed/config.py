@@ -26,11 +26,7 @@ from wf_transformers import MODEL_KEYS, ModelOptions
 KEY = "wallfacer"
 MAX_VALUE_LENGTH = 200  # characters of a value in an error
 LossAverage = Literal["sequence", "token"]
-BATCH_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 UNSUPPORTED = (
     "expert_parallel.enabled",
     "hybrid_engine.enabled",
@@ -175,10 +171,11 @@ def refuse_conflicts(config: Mapping[str, Any], block: Block) -> None:
             f'"sequence_parallel_size": {_as_json(declared)} contradicts '
             f'"{KEY}.sequence_parallel_size": {size}; make them equal or remove the first'
         )
-    if _switch(config, "activation_checkpointing.partition_activations"):
+    dtype = config.get("seq_parallel_communication_data_type")
+    if dtype not in (None, config.get("communication_data_type")):
         raise ValueError(
-            '"activation_checkpointing.partition_activations": true cuts activations among ranks '
-            "that hold different tokens; set it to false (they are already 1/P per rank)"
+            f'"seq_parallel_communication_data_type": {_as_json(dtype)} has no effect beside '
+            f'"{KEY}"; give "communication_data_type": {_as_json(dtype)}'
         )
     if config.get("gradient_allreduce_op", "mean") != "mean":
         raise ValueError(

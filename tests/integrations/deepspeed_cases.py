@@ -41,6 +41,7 @@ ADAM = {
     "gradient_clipping": 1.0,
 }
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "gradient_clipping": 1e9}
+PARTITIONED_ON_HOST = {"partition_activations": True, "cpu_checkpointing": True}
 OFFLOAD_OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
 
 
@@ -162,7 +163,13 @@ def feature_cases(folder: Path) -> list[dict[str, Any]]:
         case("offloaded_init_3", four | MESH, 3, zero=offload_all, pretrained=pretrained),
         case("chunks_1", four | CHUNKS, 1, model=FOUR_KEY_HEADS),
         case("chunks_3", four | CHUNKS, 3, model=FOUR_KEY_HEADS, checkpointing="transformers"),
-        case("deepspeed_recompute_1", four | CONCENTRIC, 1, checkpointing="deepspeed"),
+        case(
+            "deepspeed_recompute_1",
+            four | CONCENTRIC,
+            1,
+            checkpointing="deepspeed",
+            config={"activation_checkpointing": PARTITIONED_ON_HOST},
+        ),
         accumulated("saved_4", 4, 1, steps=STEPS_BEFORE_SAVING, save=saved),
         accumulated("resumed_2", 2, 1, load=saved, steps=STEPS_AFTER_RESUMING),
         accumulated("resumed_1", 1, 1, load=saved, steps=STEPS_AFTER_RESUMING),

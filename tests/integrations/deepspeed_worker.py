@@ -103,9 +103,12 @@ def load_pretrained(case: dict[str, Any]) -> Any:
     return model
 
 
-def deepspeed_checkpoint(layer: Any, *args: Any) -> tuple[Any]:
-    """Call DeepSpeed's checkpoint; it unpacks a tuple of one, which transformers expects."""
-    return (deepspeed.checkpointing.checkpoint(layer, *args),)
+def deepspeed_checkpoint(layer: Any, hidden: torch.Tensor, *args: Any) -> tuple[Any]:
+    """Call DeepSpeed's checkpoint, which partitions no None, for the hidden state alone.
+
+    It unpacks a tuple of one, which transformers expects.
+    """
+    return (deepspeed.checkpointing.checkpoint(lambda x: layer(x, *args), hidden),)
 
 
 def train_step(engine: Any, case: dict[str, Any], first: int) -> tuple[float, float]:

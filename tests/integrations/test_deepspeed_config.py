@@ -96,8 +96,8 @@ def test_a_block_that_is_not_an_object_is_refused() -> None:
         ({"sequence_parallel_size": 2}, '"sequence_parallel_size": 2 contradicts'),
         ({"sequence_parallel_size": "4"}, '"sequence_parallel_size": "4" contradicts'),
         (
-            {"activation_checkpointing": {"partition_activations": True}},
-            "activation_checkpointing.partition_activations",
+            {"seq_parallel_communication_data_type": "fp32", "communication_data_type": "bf16"},
+            '"seq_parallel_communication_data_type": "fp32" has no effect',
         ),
         ({"compile": {"passes": ["autosp"]}}, "autosp"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
@@ -139,7 +139,9 @@ def test_compatible_deepspeed_keys_pass() -> None:
     config = {
         "sequence_parallel_size": 4,
         "zero_optimization": {"stage": 3},
-        "activation_checkpointing": {"partition_activations": False},
+        "activation_checkpointing": {"partition_activations": True},
+        "communication_data_type": "fp32",
+        "seq_parallel_communication_data_type": "fp32",
         "tensor_parallel": {"autotp_size": 1},
         "compile": {"passes": ["prefetch"]},
     }
