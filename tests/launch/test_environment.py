@@ -105,6 +105,10 @@ def test_detect_reads_the_place_of_a_rank_from_its_environment(environ, place):
         (RANKS | MASTER | {"MASTER_PORT": "0"}, "MASTER_PORT must be a port .* got 0"),
         (RANKS | MASTER | {"MASTER_PORT": "65536"}, "MASTER_PORT must be .* 65535, got 65536"),
         (RANKS | {"MASTER_ADDR": ""}, "MASTER_ADDR is empty: set it to the host of rank 0"),
+        (
+            {"SLURM_PROCID": "2", "SLURM_NTASKS": "2"},
+            r"a job of 2 \(SLURM_STEP_NUM_TASKS or SLURM_NTASKS\)",
+        ),
         (MPICH | {"PMI_RANK": "-1"}, "PMI_RANK=-1 is no rank of a job of 8"),
     ],
 )

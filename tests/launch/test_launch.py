@@ -188,6 +188,12 @@ def test_a_name_of_rank_0_that_does_not_resolve_is_named(set_environ, rank):
         launch.init(timeout=0.5)
 
 
+def test_a_batch_script_of_slurm_without_srun_is_told_to_start_python_through_it():
+    place = Place("slurm", 0, 2, 0, 2, "here", 1)
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] did not come; in a batch script, start"):
+        rendezvous.meet(dist.HashStore(), place, timeout=0.1)
+
+
 def test_ranks_meet_and_agree_whatever_number_of_restarts_their_agents_count():
     """torchrun's agent of a host counts only the failures of its own ranks."""
     store = dist.HashStore()

@@ -85,7 +85,7 @@ def detect(environ: Mapping[str, str]) -> Place:
     size = _number(environ, launcher, *launcher.sizes)
     if not 0 <= rank < size:
         raise ValueError(
-            f"{launcher.rank}={rank} is no rank of a job of {size} ({launcher.sizes[0]})"
+            f"{launcher.rank}={rank} is no rank of a job of {size} ({' or '.join(launcher.sizes)})"
         )
     if launcher.name == "environment" and size == 1:
         return single

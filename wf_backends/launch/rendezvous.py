@@ -143,8 +143,10 @@ def meet(store: Store, place: Place, timeout: float) -> tuple[Store, Place]:
         store = in_time(lambda: join(store, place, keys, timeout), timeout + GRACE_S)
     except dist.DistStoreError as error:
         late = _late_ranks(store, keys)
+        hint = "; in a batch script, start python through srun" if place.launcher == "slurm" else ""
         raise RuntimeError(
-            f"{me} waited {timeout:g} s at {place.address}:{place.port}: ranks {late} did not come"
+            f"{me} waited {timeout:g} s at {place.address}:{place.port}: ranks {late} did not "
+            f"come{hint}"
         ) from error
     except RuntimeError as error:
         raise RuntimeError(
