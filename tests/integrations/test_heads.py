@@ -48,6 +48,8 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         {**SMALL, **POSITIONS, "local_attention": 6, "global_attn_every_n_layers": 2},
     ),
 }
+if hasattr(tf, "NomicBertConfig"):  # of transformers 5
+    CONFIGS["NomicBert"] = (tf.NomicBertConfig, {**SMALL, **BERT_DROPOUT, **POSITIONS})
 SEQUENCE = [f"{name}ForSequenceClassification" for name in CONFIGS]
 TOKEN = [f"{name}ForTokenClassification" for name in ("Llama", "GPT2", "Bert", "ModernBert")]
 MASKED = [f"{name}ForMaskedLM" for name in ("Bert", "Roberta")]

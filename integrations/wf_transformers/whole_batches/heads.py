@@ -165,4 +165,7 @@ def _gathered_module(model: nn.Module, inner: nn.Module) -> nn.Module:
     linears = [m for name, m in children.items() if name in LINEAR_HEADS and type(m) is nn.Linear]
     if linears and not any(isinstance(child, nn.Dropout) for child in children.values()):
         return linears[0]
-    return inner.get_submodule("encoder") if getattr(inner, "pooler", None) is not None else inner
+    if getattr(inner, "pooler", None) is None:
+        return inner
+    layers = [x for x in inner.children() if isinstance(x, nn.ModuleList)]  # GTE, Nomic BERT
+    return layers[-1][-1] if layers else inner.get_submodule("encoder")
