@@ -36,6 +36,7 @@ LONG: dict[str, str] = {
     "tests/integrations/test_colossalai_faults.py": "_test_passes",
     "tests/integrations/test_accelerate.py": r"penalised|smoothed|own_loss|recomputed|ddp_auto|"
     r"trainer_groups|compiled|the_example",
+    "tests/integrations/test_lightning.py": "as_one_process",
     "tests/integrations/test_deepspeed_unmodified.py": r"without_wallfacer\[module\]",
     "tests/integrations/test_deepspeed_exact.py": r"two_ranks|compiled_engine|four_ranks.*"
     r"(auto_[12]|shallow_ring_[12]|concentric_2|mesh_1|ulysses_2|ulysses_ring_3|first_2)\]",
