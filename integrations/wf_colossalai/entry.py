@@ -12,6 +12,7 @@ from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDP
 from colossalai.shardformer.layer.parallel_module import ParallelModule
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
 from wf_backends import SequenceParallelConfig, dsp
 from wf_backends._validation import nearest
@@ -87,22 +88,29 @@ def apply(
     handle, _ = attach_compared(
         model_options, model, sp, attach_model, whole_batches=True, compares=compares
     )
-    handle.hooks(model.register_forward_pre_hook(_refuse_tensor_parallelism, prepend=True))
+    handle.hooks(_refuse_tensor_parallelism(model))
     handle.data_parallel_rank, handle.data_parallel_size = data_parallel(sp, group)
     return handle
 
 
-def _refuse_tensor_parallelism(model: nn.Module, *_: Any) -> None:
-    """Refuse a model whose weights a plugin has split: ranks of a sequence have other tokens."""
-    for name, module in model.named_modules():
-        ranks = (
-            getattr(module, "process_group", None) if isinstance(module, ParallelModule) else None
-        )
-        if ranks is not None and ranks.size() > 1:
-            raise NotImplementedError(
-                f"tp_size={ranks.size()} of the plugin has split {name}, and wf_colossalai.apply "
-                "supports no tensor parallelism: set tp_size=1, or use WallFacerPlugin(tp_size=...)"
-            )
+def _refuse_tensor_parallelism(model: nn.Module) -> RemovableHandle:
+    """In the model's first call, refuse weights that a plugin has split: the ranks of a sequence
+    have other tokens. Returns the hook."""
+
+    def refuse(*_: Any) -> None:
+        for name, module in model.named_modules():
+            is_parallel = isinstance(module, ParallelModule)
+            group = getattr(module, "process_group", None) if is_parallel else None
+            if group is not None and group.size() > 1:
+                raise NotImplementedError(
+                    f"tp_size={group.size()} of the plugin has split {name}, and "
+                    "wf_colossalai.apply supports no tensor parallelism: set tp_size=1, or use "
+                    "WallFacerPlugin(tp_size=...)"
+                )
+        hook.remove()
+
+    hook = model.register_forward_pre_hook(refuse, prepend=True)
+    return hook
 
 
 class PluginHandle(Handle):
