@@ -125,7 +125,8 @@ def test_a_name_is_looked_up_in_the_cache_alone_if_the_hub_does_not_answer(
     monkeypatch.setattr(shape.socket, "create_connection", connect)
     monkeypatch.setattr(shape.AutoConfig, "from_pretrained", from_pretrained)
     code, _, err = wallfacer("plan", "--model", "somebody/model")
-    assert code == 2 and "--model somebody/model: no somebody/model here" in err
+    message = "there is no such folder, and as a name on the Hub: no somebody/model here"
+    assert code == 2 and f"--model somebody/model: {message}" in err
     assert asked == [not answers]
 
 
