@@ -26,8 +26,8 @@ OUTSIDE = (
 
 NOT_CUT = (
     "every rank would take its rows for a part of one sequence. Of models that take images or "
-    "sounds, ViT is spread; for another encoder name the modules between which rows are cut, "
-    "wf_transformers.shard_between(handle, first, last)"
+    "sounds, ViT, CLIP and Whisper are cut; for another encoder name the modules between which "
+    "rows are cut, wf_transformers.shard_between(handle, first, last)"
 )
 
 
