@@ -110,7 +110,7 @@ def first_host(nodelist: str) -> str:
 
 
 def _store_address(environ: Mapping[str, str], launcher: Launcher) -> tuple[str | None, int | None]:
-    """(host, port) of the rendezvous' store; under Slurm by the job's first node and number."""
+    """(host, port) of the rendezvous' store; under Slurm by the step's first node and number."""
     if "MASTER_ADDR" in environ:
         if not environ["MASTER_ADDR"]:
             raise ValueError("MASTER_ADDR is empty: set it to the host of rank 0, or unset it")

@@ -80,9 +80,10 @@ def init(
 
     Reads the variables of torchrun, deepspeed, Open MPI, MPICH and Slurm; nothing needs to be set
     by hand. Ranks meet at MASTER_ADDR:MASTER_PORT where these are set. Else they meet under MPI at
-    a free port of rank 0, broadcast by mpi4py, and under Slurm at the first node of the job and a
-    port derived from the job's number. Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT, which deepspeed.init_distributed and accelerate read.
+    a free port of rank 0, broadcast by mpi4py, and under Slurm at the first node of the step and a
+    port derived from the numbers of job and step. Sets RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which deepspeed.init_distributed and accelerate
+    read.
 
     If torch.distributed is initialised already (by an earlier call or by other code), it is only
     described. A group that `init` made is closed when Python ends.
