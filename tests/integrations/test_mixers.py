@@ -7,6 +7,7 @@ after it channels for tokens. The reference is the same model on one device, in 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     sequence_parallel,
     stay_in_float64,
 )
+from wf_transformers.families.mixers import heads_and_groups  # noqa: E402
 
 DOCUMENTS = (0, 5, 16, SEQLEN)
 KINDS = ["mamba", "mamba2", "zamba", "jamba", "recurrent_gemma"]
@@ -144,6 +146,12 @@ def test_channels_that_do_not_divide_by_the_ranks_are_refused(
             attached(family, comm)
 
     run_threads(size, rank)
+
+
+def test_groups_that_do_not_divide_by_the_ranks_are_refused() -> None:
+    layer = SimpleNamespace(num_heads=12, n_groups=3, A_log=torch.ones(12))
+    with pytest.raises(NotImplementedError, match="its 3 groups cannot be shared by 4 ranks"):
+        heads_and_groups(layer, 0, 4)
 
 
 def test_a_model_built_with_the_registered_name_needs_apply() -> None:

@@ -70,7 +70,7 @@ class Mamba2(Mixer):
     """arXiv 2405.21060: groups of heads share B and C. The gate is not exchanged."""
 
     def share(self, layer: Any, rank: int, size: int) -> Share:
-        heads, groups = _heads_and_groups(layer, rank, size)
+        heads, groups = heads_and_groups(layer, rank, size)
         channels, states = layer.intermediate_size, layer.n_groups * layer.ssm_state_size
         x = head_features(heads, layer.head_dim)
         b = channels + head_features(groups, layer.ssm_state_size)
@@ -116,15 +116,15 @@ class FalconH1(Mamba2):
         return layer.out_proj(y * silu(local))
 
 
-def _heads_and_groups(layer: Any, rank: int, size: int) -> tuple[Tensor, Tensor]:
+def heads_and_groups(layer: Any, rank: int, size: int) -> tuple[Tensor, Tensor]:
     """A rank's heads, and the groups that these read."""
     num_heads, num_groups = layer.num_heads, layer.n_groups
     divide("heads", num_heads, size)
     interleaved = _has_interleaved_groups(layer)
     heads = torch.arange(num_heads)
     by_group = heads.view(-1, num_groups).T if interleaved else heads.view(num_groups, -1)
-    if num_groups < size:
-        ranks_per_group = divide("ranks", size, num_groups)
+    if num_groups < size and size % num_groups == 0:
+        ranks_per_group = size // num_groups
         group, index_in_group = divmod(rank, ranks_per_group)
         return by_group[group].chunk(ranks_per_group)[index_in_group], torch.tensor([group])
     groups = rank_range("groups", num_groups, rank, size)
