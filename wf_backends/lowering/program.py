@@ -13,7 +13,7 @@ from wf_backends.schedule import Ranges, locate, locate_each, size, span
 
 OWN_MESSAGE_ROWS = 256
 """Least length of a range of positions that is sent as a message of its own. Such a range is
-neither packed by its sender nor unpacked by its receiver; shorter ranges share one message."""
+neither packed by its sender nor unpacked by its receiver; if one is shorter, all share one."""
 
 
 @dataclass(frozen=True)
