@@ -110,9 +110,9 @@ def test_all_ranks_get_equal_bits():
 def decode_many(comm: Communicator) -> tuple[int, int]:
     """After 5 blocks of new tokens: bytes of this rank's cache, and the ranges of its tokens."""
     qkv = draw()
-    cache, token = filled(make_sp(comm), *qkv), [x[:, PROMPT : PROMPT + 1] for x in qkv]
-    for _ in range(5 * BLOCK):
-        cache.attention(*token)
+    cache, tokens = filled(make_sp(comm), *qkv), [x[:, :8] for x in qkv]
+    for _ in range(5 * BLOCK // 8):
+        cache.attention(*tokens)
     return cache.nbytes, len(cache._layout[comm.rank])
 
 

@@ -18,10 +18,10 @@ MESSAGES = [
 
 
 @cache
-def templates() -> list[str]:
+def templates() -> set[str]:
     """All strings of the code, with VALUE in place of each value of an f-string."""
     paths = [*(ROOT / "wf_backends").rglob("*.py"), *(ROOT / "integrations").rglob("*.py")]
-    return [_text(node) for path in paths for node in ast.walk(ast.parse(path.read_text()))]
+    return {_text(node) for path in paths for node in ast.walk(ast.parse(path.read_text()))}
 
 
 def _text(node: ast.AST) -> str:
