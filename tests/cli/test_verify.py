@@ -45,7 +45,7 @@ def save_model(folder: Path, weights: bool) -> str:
 )
 def test_an_exact_model_passes(wallfacer, tmp_path: Path, weights: bool, args: Any) -> None:
     code, out, err = wallfacer("verify", "--model", save_model(tmp_path, weights), *ON_FOUR, *args)
-    drawn = "" if weights else " with drawn weights"
+    drawn = "" if weights else " with random weights"
     assert code == 0, err
     assert out.splitlines()[-1].startswith(
         f"LlamaForCausalLM{drawn} on 4 ranks gives what it gives on one: "
@@ -66,7 +66,7 @@ def test_a_model_without_a_head_and_an_encoder_with_a_decoder_are_compared(
     config.save_pretrained(tmp_path)
     code, out, err = wallfacer("verify", "--model", str(tmp_path), *ON_FOUR)
     assert code == 0, err
-    assert f"{name} with drawn weights on 4 ranks gives what it gives on one" in out
+    assert f"{name} with random weights on 4 ranks gives what it gives on one" in out
 
 
 def test_a_model_that_mixes_tokens_outside_of_attention_fails(

@@ -202,7 +202,7 @@ def test_verify_finds_an_inner_model_that_is_called_by_itself(
     whole_batches: bool, where: str, refusal: str
 ) -> None:
     original = build("llama", "sdpa", {}).float()
-    differs = f"{DIFFERS}: {where} is the first .* drawn batch, with input_ids alone as here"
+    differs = f"{DIFFERS}: {where} is the first .* random batch, with input_ids alone as here"
     without_safeguard = removed.allowed_inner_calls()
     with without_safeguard, pytest.raises(NotImplementedError, match=differs):
         call_inner_model(original, whole_batches, ("input_ids",))
@@ -299,7 +299,7 @@ def test_parts_of_a_single_row_are_compared() -> None:
 
 
 def test_a_classifier_with_as_many_classes_as_a_rank_has_tokens_is_compared() -> None:
-    """12 tokens of the drawn batch."""
+    """12 tokens of the random batch."""
 
     def classifier() -> Any:
         config = build("llama", "sdpa", {"num_labels": 12, "pad_token_id": 0}).config

@@ -118,7 +118,7 @@ def test_latents_need_fewer_bytes_by_the_ratio_of_the_widths(size: int) -> None:
 
 @pytest.mark.parametrize("num_latents", [12, 24, 47])
 def test_verify_passes(num_latents: int) -> None:
-    """Also with as many latents as a rank (24) or the drawn batch (47) has tokens."""
+    """Also with as many latents as a rank (24) or the random batch (47) has tokens."""
     models = [build(DEEPSEEK, kv_lora_rank=num_latents).float() for _ in range(2)]
 
     def rank(comm: Any) -> Any:

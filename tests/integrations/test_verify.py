@@ -1,6 +1,6 @@
 """`verify` finds, before the first step, a model that would train to another result on ranks.
 
-It runs a drawn batch on one device and on the ranks, and names the first value that differs.
+It runs a random batch on one device and on the ranks, and names the first value that differs.
 """
 
 from __future__ import annotations

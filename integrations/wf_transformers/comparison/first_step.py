@@ -161,7 +161,7 @@ class InnerCalls:
             return inner(**no_cache | no_documents | used)
 
         batch = random_tokens(inner, handle.sp)
-        source = f"a drawn batch, with {', '.join(names)} alone as here"
+        source = f"a random batch, with {', '.join(names)} alone as here"
         self._first_step.run(inner, handle, batch, UNKNOWN, source, handle.whole_batches, call)
 
 

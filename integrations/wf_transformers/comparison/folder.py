@@ -57,7 +57,7 @@ def verify_folder(folder: Path, config: SequenceParallelConfig) -> str:
 
     report = run_threads(config.sequence_parallel_size, verify_on_rank, timeout=TIMEOUT)[0]
     assert report is not None, "strict, and on several ranks"
-    weights = "" if has_weights else " with drawn weights"
+    weights = "" if has_weights else " with random weights"
     return (
         f"{type(model).__name__}{weights} on {config.sequence_parallel_size} ranks gives what it "
         f"gives on one: {report.compared} outputs, losses and gradients; largest error "

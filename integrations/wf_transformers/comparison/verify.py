@@ -236,7 +236,7 @@ def as_before(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
 
 
 def conclude(
-    comparison: Comparison, problem: str | None, mode: Mode, source: str = "a drawn batch"
+    comparison: Comparison, problem: str | None, mode: Mode, source: str = "a random batch"
 ) -> Report | None:
     """Combine the results of all ranks: a report, an error, or None after a warning.
 
