@@ -29,9 +29,9 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "entry_points", lambda group: [point])
 
 
-def save_model(folder: Path, weights: bool) -> str:
+def save_model(folder: Path, weights: bool, **sizes: int) -> str:
     """Save a small Llama, or its config alone; the folder."""
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **HEADS))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | HEADS | sizes))
     if weights:
         model.save_pretrained(folder)
     else:
@@ -69,6 +69,19 @@ def test_a_model_without_a_head_and_an_encoder_with_a_decoder_are_compared(
     assert f"{name} with random weights on 4 ranks gives what it gives on one" in out
 
 
+@pytest.mark.parametrize("weights", [False, True])
+def test_the_first_layers_alone_are_compared(wallfacer, tmp_path: Path, weights: bool) -> None:
+    one, three = (
+        save_model(tmp_path / str(layers), weights, num_hidden_layers=layers) for layers in (1, 3)
+    )
+    reports = [
+        wallfacer("verify", "--model", folder, *ON_FOUR, *args)[1].splitlines()[-1]
+        for folder, args in ((one, ()), (three, ("--layers", "1")), (three, ()))
+    ]
+    counts = [report.partition("on one: ")[2].split()[0] for report in reports]
+    assert counts[0] == counts[1] != counts[2], reports
+
+
 def test_a_model_that_mixes_tokens_outside_of_attention_fails(
     wallfacer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +101,8 @@ def test_a_bad_folder_and_bad_options_are_refused(wallfacer, tmp_path: Path) -> 
     for size, bound in (("1", "at least 2, got 1"), ("257", "at most 256, got 257")):
         code, _, err = wallfacer(*model, "--sequence-parallel-size", size)
         assert code == 2 and f"--sequence-parallel-size must be {bound}" in err
+    code, _, err = wallfacer(*model, *ON_FOUR, "--layers", "-1")
+    assert code == 2 and "--layers must be at least 0, got -1" in err
     code, _, err = wallfacer(*model, *ON_FOUR, "--layout", "document_zigzag")
     assert code == 2 and "--layout must be one of ['zigzag', 'contiguous']" in err
     path = tmp_path / "config.json"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
@@ -15,7 +15,7 @@ from wf_backends.parallel import SequenceParallelConfig
 
 MAX_THREADS = 256
 LAYOUTS = ("zigzag", "contiguous")  # the others need documents or a mask
-VERIFIERS = "wallfacer.verifiers"  # entry points: (folder, config) -> the result as a sentence
+VERIFIERS = "wallfacer.verifiers"  # entry points: (folder, config, layers) -> a sentence
 
 
 def verify(
@@ -24,6 +24,7 @@ def verify(
     route: Annotated[str, Option(help="ring or all_gather.")] = "ring",
     ulysses_degree: Annotated[int, Option(help="Ranks that exchange heads for tokens.")] = 1,
     layout: Annotated[str, Option(help="zigzag or contiguous.")] = "zigzag",
+    layers: Annotated[int, Option(help="Take the first so many layers; 0: all.")] = 0,
 ) -> None:
     """Compare a model on several ranks, which are threads, with the same model on one.
 
@@ -33,18 +34,15 @@ def verify(
 
     Example:
 
-        wallfacer verify --model ./llama --sequence-parallel-size 4
+        wallfacer verify --model ./llama --sequence-parallel-size 4 --layers 2
     """
     check_range(2, MAX_THREADS, sequence_parallel_size=sequence_parallel_size)
+    check_range(0, layers=layers)
     one_of("--layout", layout, LAYOUTS)
-    config = SequenceParallelConfig(
-        sequence_parallel_size=sequence_parallel_size,
-        route=route,
-        ulysses_degree=ulysses_degree,
-        layout=layout,
-    )
+    options: dict[str, Any] = {"route": route, "ulysses_degree": ulysses_degree, "layout": layout}
+    config = SequenceParallelConfig(sequence_parallel_size=sequence_parallel_size, **options)
     try:
-        print(call_reader(VERIFIERS, "verify", model, config))
+        print(call_reader(VERIFIERS, "verify", model, config, layers))
     except NotImplementedError as error:
         print(f"wallfacer: {error}", file=sys.stderr)
         raise typer.Exit(1) from error

@@ -17,6 +17,7 @@ from wf_backends.comm import Communicator, run_threads
 from wf_transformers.comparison.verify import Report, verify
 from wf_transformers.entry import attach_model
 from wf_transformers.folders.shape import DTYPE, refused_by_name
+from wf_transformers.folders.skeleton import keep_layers
 from wf_transformers.handle import Handle
 from wf_transformers.models import head_of
 from wf_transformers.whole_batches.hooks import WholeBatchHooks
@@ -25,11 +26,12 @@ WEIGHTS = ("*.safetensors", "*.bin")
 TIMEOUT = 3600.0  # seconds
 
 
-def verify_folder(folder: Path, config: SequenceParallelConfig) -> str:
+def verify_folder(folder: Path, config: SequenceParallelConfig, layers: int) -> str:
     """Compare the model of a folder on `config.sequence_parallel_size` threads with it on one.
 
     Args:
         folder: written by `save_pretrained`; without files of weights, these are random.
+        layers: how many layers of a language model to take; 0: all.
 
     Returns:
         The result, in a sentence.
@@ -40,7 +42,7 @@ def verify_folder(folder: Path, config: SequenceParallelConfig) -> str:
     """
     has_weights = any(list(folder.glob(pattern)) for pattern in WEIGHTS)
     with refused_by_name(folder):
-        model = _load(folder, has_weights)
+        model = _load(folder, has_weights, layers)
 
     def verify_on_rank(comm: Communicator) -> Report | None:
         sp, rank_model = SequenceParallel(config, comm), _sharing_parameters(model)
@@ -65,14 +67,16 @@ def verify_folder(folder: Path, config: SequenceParallelConfig) -> str:
     )
 
 
-def _load(folder: Path, has_weights: bool) -> Any:
+def _load(folder: Path, has_weights: bool, layers: int) -> Any:
     """The model in float32, with random weights if the folder has none."""
     config = AutoConfig.from_pretrained(folder)
+    if layers:
+        keep_layers(config.get_text_config(), layers)
     names = getattr(config, "architectures", None) or [""]
     model_class = getattr(transformers, names[0], None)
     if has_weights:
         loader = model_class or AutoModelForCausalLM
-        return loader.from_pretrained(folder, **{DTYPE: torch.float32})
+        return loader.from_pretrained(folder, config=config, **{DTYPE: torch.float32})
     torch.manual_seed(0)
     model = model_class(config) if model_class else AutoModelForCausalLM.from_config(config)
     return model.float()

@@ -56,7 +56,7 @@ def skeleton(
     with refused_by_name(folder):
         _check_class(auto_class._model_mapping[type(config)], attention)
     if layers:
-        _keep_layers(config, layers)
+        keep_layers(config, layers)
     dtype = getattr(config, DTYPE) or getattr(whole_config, DTYPE) or torch.float32
     with FakeTensorMode(allow_non_fake_inputs=True):
         with refused_by_name(folder), no_init_weights():  # ModernBERT's looks at values
@@ -74,7 +74,7 @@ def skeleton(
     return model.eval(), inputs | {name: x for name, x in options.items() if name in names}
 
 
-def _keep_layers(config: Any, layers: int) -> None:
+def keep_layers(config: Any, layers: int) -> None:
     """Keep the first layers in a config, also in its lists of the kinds of all layers (Zamba's)."""
     count = config.num_hidden_layers
     for name, value in list(vars(config).items()):
