@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 from torch import Tensor
 
+from tests.integrations.mixer_models import DELTA
 from tests.integrations.transformers_models import BUILD_LOCK, HEADS, SMALL
 
 IMAGE, VIDEO, START = 58, 59, 57  # tokens
@@ -80,8 +81,29 @@ def qwen3_vl() -> Any:
     return tf.Qwen3VLForConditionalGeneration(config)
 
 
+def qwen3_5() -> Any:
+    """Its language model has recurrences, too."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    rope["partial_rotary_factor"] = 1.0
+    config = tf.Qwen3_5Config(
+        text_config={**SMALL, **HEADS, **DELTA, "rope_parameters": rope},
+        vision_config={
+            **PATCHES,
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+        },
+        **TOKENS,
+    )
+    return tf.Qwen3_5ForConditionalGeneration(config)
+
+
 if hasattr(tf, "Qwen3VLConfig"):  # transformers 5
     MODELS["qwen3_vl"] = qwen3_vl
+if hasattr(tf, "Qwen3_5Config"):
+    MODELS["qwen3_5"] = qwen3_5
 
 
 def build(family: str) -> Any:
@@ -96,7 +118,7 @@ def build(family: str) -> Any:
 
 def media_batch(family: str, video: bool = False) -> dict[str, Any]:
     """Two samples, of 3 and 1 images; with a video, too, if the family takes any."""
-    if family == "qwen3_vl":  # frames of its videos have timestamps between them
+    if family in ("qwen3_vl", "qwen3_5"):  # frames of its videos have timestamps between them
         return qwen_batch()
     return BATCHES[family]() if family in BATCHES else qwen_batch(video=video)
 

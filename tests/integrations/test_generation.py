@@ -15,6 +15,7 @@ import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.families import FAMILIES, Family, NoFloat32, build  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
+    HEADS,
     LLAMA,
     SMALL,
     VOCAB,
@@ -226,12 +227,12 @@ def test_a_second_prompt_of_the_same_model_is_refused():
     assert "called with another cache while it generates" in text
 
 
-def test_a_recurrence_is_refused():
-    def mamba() -> nn.Module:
-        config = transformers.MambaConfig(**SMALL, state_size=4)
-        return transformers.MambaForCausalLM(config)
+def test_a_recurrence_whose_state_is_not_in_the_cache_is_refused():
+    def griffin() -> nn.Module:
+        config = transformers.RecurrentGemmaConfig(**SMALL, **HEADS, lru_width=32)
+        return transformers.RecurrentGemmaForCausalLM(config)
 
-    assert "decoders whose tokens meet in causal attention alone" in refusal(mamba, prompts())
+    assert "recurrences whose states transformers' cache keeps" in refusal(griffin, prompts())
 
 
 def test_a_layer_that_is_called_twice_is_refused():

@@ -34,6 +34,9 @@ from wf_transformers.handle import Handle
 from wf_transformers.models import refuse_varying_rope, row_of, transformers_class
 
 Borders = Sequence[int] | None  # cu_seqlens as host integers; None is one document
+Kwargs = dict[str, Any]
+CACHE_NAMES = (*CACHES, "past_key_value", "cache_params")
+"""Parameters of layers for a cache."""
 MIXING_SUFFIXES = {
     "Indexer": "an indexer, which chooses the keys of each query by their scores",
     "Compressor": "a compressor, which makes one key of several tokens",
@@ -164,16 +167,23 @@ class SpreadMixer:
 
         Masks are not needed: padding is at the end of the sequence.
         """
-        name = type(self.layer).__name__
-        if any(kwargs.get(key) is not None for key in (*CACHES, "past_key_value", "cache_params")):
+        name, cache = type(self.layer).__name__, self.attention.cache
+        key = next((key for key in CACHE_NAMES if kwargs.get(key) is not None), "")
+        if key and kwargs[key] is not cache:
             raise NotImplementedError(f"{name} is called with a cache; {ON_ONE_PROCESS}")
         self.attention.was_called = True
+        if cache is not None and cache.length:
+            return cache.by_module[self.layer].run(self.layer, hidden_states, key)
         self.attention.documents.check_rows(name, hidden_states.shape[1])
         borders = self._borders()
         features, local = self.row.project(self.layer, hidden_states)
         by_rank, by_feature = self._feature_orders(features.device)
         sends = features[..., by_rank].unflatten(-1, (self.exchange.sp.size, -1))
-        y, others = self._run(self.exchange.gather(sends, borders), borders)
+        state = None if cache is None else cache.start(self.layer)
+        kept = {} if state is None else {key: state.cache}
+        y, others = self._run(self.exchange.gather(sends, borders), borders, kept)
+        if state is not None:
+            state.keep(self.exchange.sp, self._shares(features.device), cache.new)
         y = self.exchange.bring_back(y, borders).flatten(2)[..., by_feature]
         result = self.row.finish(self.layer, y, local)
         return (result, *others) if others else result
@@ -187,10 +197,11 @@ class SpreadMixer:
             )
         return mask_kwargs.get("cu_seqlens")
 
-    def _run(self, x: Tensor, borders: Borders) -> tuple[Tensor, tuple[Any, ...]]:
+    def _run(self, x: Tensor, borders: Borders, kept: Kwargs) -> tuple[Tensor, tuple[Any, ...]]:
         """Run the layer's code on this rank's channels of all rows: (b, S, c) -> (b, S, c').
 
-        The second result is what else the layer returns, for the last document.
+        `kept` is the argument with a cache, if any. The second result is what else the layer
+        returns, for the last document.
         """
         cuts = self._shares(x.device)[self.exchange.sp.rank].parameters
         values: dict[str, Tensor] = {}
@@ -202,7 +213,7 @@ class SpreadMixer:
         results: list[Any] = []
         for start, stop in pairwise(borders):
             document = x[:, start:stop]
-            kwargs = self.row.call_kwargs(self._layer_of_share, document)
+            kwargs = self.row.call_kwargs(self._layer_of_share, document) | kept
             results.append(functional_call(self._layer_of_share, values, (document,), kwargs))
         if isinstance(results[0], Tensor):
             return torch.cat(results, dim=1), ()

@@ -9,13 +9,15 @@ from transformers.cache_utils import DynamicCache
 
 from wf_backends import SequenceParallel
 from wf_backends.decode import SLACK, KeyValueCache
+from wf_transformers.generation.states import LayerState
 
 OF_PROMPTS = ("causal", "dropout_p", "seqlen")  # options of attention that new tokens do not need
 NOT_CACHED = ("kv_up", "position_bias")  # options of attention
 
 
 class ShardedCache(DynamicCache):
-    """transformers' cache of a model over the ranks of `sp`: each layer's `KeyValueCache`.
+    """transformers' cache of a model over the ranks of `sp`: each layer's `KeyValueCache`, or its
+    `LayerState`.
 
     Args:
         slack: tokens that `crop` can take back, in a model whose layers have windows.
@@ -35,7 +37,7 @@ class ShardedCache(DynamicCache):
         self.starts: list[int] = []
         self.behind: list[int] = []
         self.first_text = 0
-        self.by_module: dict[nn.Module, KeyValueCache] = {}
+        self.by_module: dict[nn.Module, KeyValueCache | LayerState] = {}
 
     @property
     def nbytes(self) -> int:
@@ -63,6 +65,20 @@ class ShardedCache(DynamicCache):
         layer = self.by_module[module] = KeyValueCache(self.sp, window, self.slack)
         layer.keep(k, v, self.new)
 
+    def start(self, layer: nn.Module) -> LayerState:
+        """The state of a layer with a recurrence, at the beginning of a prompt.
+
+        Raises:
+            NotImplementedError: for padding on the left, which the recurrence would start with.
+        """
+        if any(self.starts):
+            raise NotImplementedError(
+                f"{type(layer).__name__} takes tokens in their order, of which padding on the left "
+                "would be the first: give samples of one length"
+            )
+        state = self.by_module[layer] = LayerState(layer)
+        return state
+
     def attention(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any
     ) -> Tensor:
@@ -74,6 +90,7 @@ class ShardedCache(DynamicCache):
         """
         own = {name: x for name, x in options.items() if name not in OF_PROMPTS}
         layer = self.by_module[module]
+        assert isinstance(layer, KeyValueCache)
         assert own.pop("window_size", layer.window_size) == layer.window_size
         return layer.attention(q, k, v, **own, starts=self.starts)
 

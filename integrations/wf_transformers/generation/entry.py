@@ -15,6 +15,7 @@ from wf_transformers.families.stacks import stacks_of
 from wf_transformers.generation.cache import ShardedCache
 from wf_transformers.generation.forwards import Forwards, check_same
 from wf_transformers.generation.media import take_media
+from wf_transformers.generation.states import has_state
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost
 
@@ -43,8 +44,8 @@ def generate(
         ValueError: for a model in training mode or that takes whole batches, for inputs or drawn
             tokens that differ between ranks, for inputs that do not go on from the cache, and for
             options that cannot be right on several ranks.
-        NotImplementedError: for padding on the right, models other than decoders of attention
-            alone, media of models that `shard_media` does not know, and media after the prompt.
+        NotImplementedError: for padding on the right, models other than decoders, media of models
+            that `shard_media` does not know, and media after the prompt.
     """
     _refuse_model(model, handle)
     _refuse_options(options)
@@ -79,11 +80,17 @@ def _refuse_model(model: Any, handle: Handle) -> None:
     if model.training:
         raise ValueError(f"{name} is in training mode, with dropout: call model.eval() first")
     models = outermost(model)
-    mixes = len(models) != 1 or stacks_of(models[0]) or mixers_in(models[0])
-    if mixes or not is_causal(getattr(merging_model(models[0]), "language_model", model)):
+    mixes = len(models) != 1 or stacks_of(models[0])
+    lacks_state = any(not has_state(layer) for _, layer, _ in mixers_in(model))
+    if (
+        mixes
+        or lacks_state
+        or not is_causal(getattr(merging_model(models[0]), "language_model", model))
+    ):
         raise NotImplementedError(
-            f"{name} cannot generate over ranks: only decoders whose tokens meet in causal "
-            "attention alone can; generate on one process, with a model that is not attached"
+            f"{name} cannot generate over ranks: only decoders can, of causal attention and of "
+            "recurrences whose states transformers' cache keeps (since 5.24); generate on one "
+            "process, with a model that is not attached"
         )
 
 
