@@ -15,7 +15,7 @@ from wf_backends._compile import eager
 from wf_backends.dsp import DynamicSequenceParallel, Mode, Stages, receivers, spread
 from wf_transformers.attention.documents import MASK_ARGUMENTS, mask_arguments
 from wf_transformers.attention.function import UNSUPPORTED
-from wf_transformers.attention.positions import offset_positions
+from wf_transformers.attention.positions import agree_on_longest_position, offset_positions
 from wf_transformers.attention.registry import register_free, registered_for
 from wf_transformers.calls import (
     NOT_LOCAL,
@@ -122,6 +122,7 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
     """
     spread_mixers(model, handle)
     if handle.sp.size > 1:
+        agree_on_longest_position(model, handle)
         refuse_unspreadable(model)
         check_tensor_parallel(model, handle)
     warn_about_windows(model)

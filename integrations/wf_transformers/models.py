@@ -18,6 +18,9 @@ REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # imported by the files whose attention us
 Row = TypeVar("Row")
 WINDOWS = ("sliding_window", "window_size", "local_attention")  # config fields
 VARYING_ROPE = ("dynamic", "longrope")
+AGREED = "wallfacer_longest"
+"""Attribute set on modules whose rotary frequencies follow from the longest position of all ranks,
+and on the models and layers that share their config."""
 
 
 def transformers_class(module: nn.Module) -> type:
@@ -161,29 +164,33 @@ def warn_about_windows(model: PreTrainedModel) -> None:
         )
 
 
-def refuse_varying_rope(name: str, config: Any) -> None:
-    """Refuse rotary frequencies that depend on the largest position in a call, and queries that are
-    scaled by positions which a layer counts in its own rows (Llama 4's, where it has no rotary).
+def refuse_varying_rope(module: nn.Module) -> None:
+    """Refuse rotary frequencies that depend on the largest position in a call, where ranks do not
+    agree on it, and queries that are scaled by positions which a layer counts in its own rows
+    (Llama 4's, where it has no rotary).
 
     Raises:
-        NotImplementedError: naming the model or layer `name` and the option.
+        NotImplementedError: naming the model or layer and the option.
     """
+    name, config = type(module).__name__, getattr(module, "config", None)
     has_rope = getattr(config, "no_rope_layers", None) or ()  # 0: the layer has none
     if getattr(config, "attn_temperature_tuning", False) and not all(has_rope):
         raise NotImplementedError(
             f"{name} has attn_temperature_tuning: beyond floor_scale tokens its queries are scaled "
             "by positions that every rank would count from 0; set it to False in the config"
         )
-    rope_type = _varying_rope(config)
-    if rope_type is not None:
+    rope_type = varying_rope(config)
+    if rope_type is not None and AGREED not in vars(module):
         raise NotImplementedError(
             f'{name} has rope_type "{rope_type}": its frequencies follow from the longest position '
-            f"of a call, and ranks see different ones. Take one that does not vary, such as "
-            f'"default", "linear", "yarn" or "llama3"'
+            "of a call, and a rank sees its own only. wf_transformers.attach and apply give "
+            "transformers' own rotary modules that of all ranks; a model with others must take a "
+            'type that does not vary, such as "default", "linear", "yarn" or "llama3"'
         )
 
 
-def _varying_rope(config: Any) -> str | None:
+def varying_rope(config: Any) -> str | None:
+    """The first rope_type in a config whose frequencies follow from the longest position."""
     for attribute in ("rope_parameters", "rope_scaling"):  # of transformers 5, of 4
         rope = getattr(config, attribute, None)
         if isinstance(rope, Mapping):

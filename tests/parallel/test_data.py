@@ -27,7 +27,7 @@ def test_labels_are_shifted_and_padding_is_a_document_of_its_own() -> None:
     out = prepare_batch(batch(), multiple=4, pad_token_id=3)
     assert out["input_ids"].tolist() == [[10, 11, 12, 13, 14, 15, 16, 3]]
     assert out["labels"].tolist() == [[11, 12, 13, 14, 15, 16, -100, -100]]
-    assert out["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert out["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 6]]
     assert out["cu_seqlens"] == (0, 7, 8)
 
 
@@ -41,7 +41,7 @@ def test_documents_end_their_labels_and_restart_positions() -> None:
     out = prepare_batch(batch(2, cu_seqlens=[0, 3, 7]), multiple=8)
     assert out["labels"][0].tolist() == [11, 12, -100, 14, 15, 16, -100, -100]
     assert out["labels"][1].tolist() == [18, 19, -100, 21, 22, 23, -100, -100]
-    assert out["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]] * 2
+    assert out["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 3]] * 2
     assert out["cu_seqlens"] == (0, 3, 7, 8)
 
 
@@ -87,9 +87,9 @@ def test_labels_are_not_shifted_twice() -> None:
     assert out["labels"].tolist() == [[10, 11, 12, 13, 14, -100, -100, -100]]
 
 
-def test_positions_of_the_user_continue_through_padding() -> None:
+def test_padding_has_the_last_position_of_the_user() -> None:
     out = prepare_batch(batch(position_ids=torch.arange(5, 12)[None]), multiple=4)
-    assert out["position_ids"].tolist() == [[5, 6, 7, 8, 9, 10, 11, 12]]
+    assert out["position_ids"].tolist() == [[5, 6, 7, 8, 9, 10, 11, 11]]
 
 
 @pytest.mark.parametrize(

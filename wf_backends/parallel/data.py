@@ -56,10 +56,11 @@ def prepare_batch(
         labels_are_shifted: labels already stand where they are predicted (also: masked models).
 
     Returns:
-        A new dict with the same keys and "position_ids", which count from 0 in every document and
-        continue through the padding. It has "cu_seqlens" if the batch had documents or an
-        attention_mask or was padded, unless samples differ in length; slices are unchanged. Labels
-        of any integer dtype become int64.
+        A new dict with the same keys and "position_ids", which count from 0 in every document. The
+        padding of S to S' has the last token's: models learned no later one, and derive frequencies
+        from the longest. It has "cu_seqlens" if the batch had documents or an attention_mask or was
+        padded, unless samples differ in length; slices are unchanged. Labels of any integer dtype
+        become int64.
 
     Raises:
         ValueError: for a tensor that is not (b, S, ...), a mask of other numbers, with holes or
@@ -86,7 +87,8 @@ def prepare_batch(
         tensors["labels"] = _targets(tensors["labels"], valid, ends)
     fill = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
     out: dict[str, Any] = {k: _pad(x, padded_len, fill.get(k, 0)) for k, x in tensors.items()}
-    out["position_ids"] = _continue_positions(tensors["position_ids"], padded_len)
+    last = tensors["position_ids"][:, -1:].expand(-1, padded_len - seqlen)
+    out["position_ids"] = torch.cat([tensors["position_ids"], last], dim=1)
     if mask_kwargs or valid is not None or padded_len > seqlen:
         lengths = {seqlen} if valid is None else set(valid.sum(dim=1).tolist()) or {seqlen}
         out |= _padded_mask_arguments(mask, mask_kwargs, lengths, padded_len)
@@ -174,12 +176,6 @@ def _pad(tensor: Tensor, length: int, value: int) -> Tensor:
     """`tensor` (b, s, ...) padded on the right of dim 1 with `value`, to (b, length, ...)."""
     right = (0, 0) * (tensor.dim() - 2) + (0, length - tensor.shape[1])
     return pad(tensor, right, value=value)
-
-
-def _continue_positions(positions: Tensor, length: int) -> Tensor:
-    """`positions` (b, s), continued from each row's last one to (b, length)."""
-    offsets = torch.arange(1, 1 + length - positions.shape[1], device=positions.device)
-    return torch.cat([positions, (positions[:, -1:] + offsets).to(positions.dtype)], dim=1)
 
 
 def _padded_mask_arguments(

@@ -128,7 +128,7 @@ class Attention(Shared):
         """Refuse arguments that WallFacer does not support, and rows that were not cut."""
         _refuse_layer(module, query, key, kwargs)
         if self.sp.size > 1:
-            refuse_varying_rope(type(module).__name__, getattr(module, "config", None))
+            refuse_varying_rope(module)
             self.documents.check_rows(type(module).__name__, query.shape[2])
 
     def _mask_kwargs(

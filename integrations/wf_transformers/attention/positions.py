@@ -5,12 +5,56 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers import modeling_rope_utils
 
 from wf_backends import SequenceParallel
+from wf_backends._compile import eager
+from wf_backends.comm import gather_small
+from wf_transformers.calls import by_name
 from wf_transformers.handle import Handle
+from wf_transformers.models import AGREED, varying_rope
 
 Kwargs = dict[str, Any]
+ROTARY = ("x", "position_ids", "layer_type")  # parameters of transformers' rotary modules
+
+
+def agree_on_longest_position(model: nn.Module, handle: Handle) -> None:
+    """Let rotary frequencies that follow from the longest position of a call (rope_type "dynamic",
+    "longrope") follow from that of all ranks, in the modules of transformers that update them."""
+    varying = [m for m in model.modules() if varying_rope(getattr(m, "config", None))]
+    rotary = [module for module in varying if _updates_frequencies(module)]
+    for module in varying if rotary else ():
+        handle.set(module, AGREED, True)
+    for module in rotary:
+        append = partial(_append_longest, handle.sp)
+        handle.hooks(
+            module.register_forward_pre_hook(append, with_kwargs=True),
+            module.register_forward_hook(_drop_longest),
+        )
+
+
+def _updates_frequencies(module: nn.Module) -> bool:
+    """Whether the forward is decorated by transformers' `dynamic_rope_update`."""
+    forward: Any = type(module).forward
+    while getattr(forward, "__globals__", forward) not in (None, vars(modeling_rope_utils)):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is not None
+
+
+@eager
+def _append_longest(sp: SequenceParallel, _: Any, args: Any, kwargs: Kwargs) -> Any:
+    """Give a rotary module one more token, at the longest position of all ranks."""
+    arguments = by_name(ROTARY, args, kwargs)
+    positions: Tensor = arguments["position_ids"]  # (b, s), or (3, b, s)
+    longest = gather_small(sp.comm, positions.max()).max().expand(*positions.shape[:-1], 1)
+    return (), arguments | {"position_ids": torch.cat([positions, longest], dim=-1)}
+
+
+def _drop_longest(_: Any, __: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Drop the cosines and sines (b, s, d) of that token."""
+    return tuple(x[..., :-1, :] for x in output)
 
 
 def offset_positions(model: nn.Module, handle: Handle) -> None:

@@ -52,7 +52,7 @@ def refuse_unspreadable(model: PreTrainedModel) -> None:
         NotImplementedError: for rotary frequencies that depend on the largest position, and for
             layers other than attention that mix tokens.
     """
-    refuse_varying_rope(type(model).__name__, model.config)
+    refuse_varying_rope(model)
     refuse_mixing(model)
 
 

@@ -39,6 +39,10 @@ class ShardedCache(DynamicCache):
         self.first_text = 0
         self.by_module: dict[nn.Module, KeyValueCache | LayerState] = {}
 
+    def __bool__(self) -> bool:
+        """Whether it has tokens, as transformers' cache: Phi-3 asks before it drops one."""
+        return self.length > 0
+
     @property
     def nbytes(self) -> int:
         """Bytes on this rank."""

@@ -77,14 +77,16 @@ class Forwards:
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         arguments, cache = by_name(self.names, args, kwargs), self.cache
         refuse_partial_states(model, arguments)
-        if arguments.get(self.key) is not cache:
+        tokens = tokens_of(arguments)
+        assert tokens is not None, "generate calls the model with tokens"
+        if arguments.get(self.key) is None and self._begins_again(tokens.shape[1]):
+            cache.crop(-cache.length)
+        elif arguments.get(self.key) is not cache:
             raise NotImplementedError(
                 f"{type(model).__name__} was called with another cache while it generates over "
                 "ranks, as by guidance_scale, or by a logits processor or an assistant of the "
                 "same model"
             )
-        tokens = tokens_of(arguments)
-        assert tokens is not None, "generate calls the model with tokens"
         cache.new = tokens.shape[1]
         mask = arguments.get("attention_mask")
         starts = _starts(mask, len(tokens))
@@ -104,6 +106,12 @@ class Forwards:
             arguments |= self._logits_to_keep(arguments)
         ours = forward_kwargs(model, rows) | {"use_cache": True, self.key: cache}
         return (), arguments | ours
+
+    def _begins_again(self, seqlen: int) -> bool:
+        """Whether a model that drops its cache of all tokens so far may do so here: Phi-3 does,
+        once, where its rotary frequencies change."""
+        last = getattr(self.model.config, "original_max_position_embeddings", None)
+        return last is not None and 0 < self.cache.length <= last < seqlen
 
     def _cut_prompt(self, rows: dict[str, Any], mask: Tensor | None) -> dict[str, Any]:
         """This rank's part of a prompt, of which `rows` have a row for each token (b, S, ...)."""

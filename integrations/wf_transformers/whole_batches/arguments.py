@@ -61,13 +61,6 @@ def has_row_per_token(key: str, value: Any, seqlen: int) -> bool:
     return key in (*MASK_ARGUMENTS, "attention_mask") or is_row_per_token
 
 
-def keep_padding_in_range(model: nn.Module, local: dict[str, Any], seqlen: int) -> None:
-    """Clamp the position ids of padding to the model's position table; no valid token sees it."""
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if limit is not None and seqlen <= limit and "position_ids" in local:
-        local["position_ids"] = local["position_ids"].clamp(max=limit - 1)
-
-
 def logits_of(model: nn.Module, output: Any, rows: int) -> Tensor:
     """The logits of a model's output; refuses others than of this rank's `rows` rows."""
     name = type(model).__name__

@@ -33,7 +33,6 @@ from wf_transformers.models import head_of, outermost, token_model
 from wf_transformers.rng import RankRng, WholeNoise
 from wf_transformers.whole_batches.arguments import (
     has_row_per_token,
-    keep_padding_in_range,
     refuse_arguments,
     refuse_overwriting,
     seqlen_of,
@@ -118,7 +117,6 @@ class HeadHooks:
         batch = {k: x for k, x in present.items() if has_row_per_token(k, x, seqlen)}
         batch |= documents.current({})
         local = self._handle.shard_batch(with_documents(batch))
-        keep_padding_in_range(inner, local, seqlen)
         ours = forward_kwargs(self._model, local)
         self._mask_kwargs = mask_arguments(local)
         documents.replace(mask_arguments(ours))

@@ -31,7 +31,6 @@ from wf_transformers.whole_batches.arguments import (
     CUSTOM_LOOP,
     argument_names,
     has_row_per_token,
-    keep_padding_in_range,
     logits_of,
     mask_of_ones,
     refuse_arguments,
@@ -147,7 +146,6 @@ class WholeBatchHooks:
             batch = {key: value for key, value in batch.items() if key in INPUTS}
         others = {k: v for k, v in arguments.items() if k not in batch}
         local = self._shard(batch)
-        keep_padding_in_range(model, local, seqlen)
         num_items = None if custom_loss else others.pop("num_items_in_batch", None)
         num_items = num_items if fused_head or self._divides_by_items else None
         self._call = Call(seqlen, local, num_items, *logits_mode, fused_head, custom_loss)

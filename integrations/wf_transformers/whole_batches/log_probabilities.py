@@ -26,7 +26,6 @@ from wf_transformers.models import outermost, transformers_class
 from wf_transformers.replace import temporarily_replace
 from wf_transformers.whole_batches.arguments import (
     has_row_per_token,
-    keep_padding_in_range,
     mask_of_ones,
     seqlen_of,
 )
@@ -128,8 +127,8 @@ class LogProbabilityHooks(WholeBatchHooks):
             arguments[WHOLE_LOGITS] = False
         _, kwargs = super()._before(model, (), arguments)
         if counts_padding and isinstance(kwargs.get("position_ids"), Tensor):
-            kwargs["position_ids"] = kwargs["position_ids"] + starts[:, None]
-            keep_padding_in_range(model, kwargs, seqlen_of(arguments))
+            last = seqlen_of(arguments) - 1
+            kwargs["position_ids"] = (kwargs["position_ids"] + starts[:, None]).clamp(max=last)
         self._request = Request(starts, slice(-keep, None) if keep else slice(None), hidden_states)
         return (), kwargs
 
