@@ -71,7 +71,7 @@ LONG: dict[str, str] = {
     "tests/gpu/test_cudnn.py": r"on_cudnn_is_exact\[(documents|full|window)|all_tiles.*full",
     "tests/integrations/test_families.py": TWO,
     "tests/integrations/test_generation.py": TWO,
-    "tests/integrations/test_generation_media.py": r"(2-zigzag-padded|3-contiguous-full)\]",
+    "tests/integrations/test_generation_media.py": r"(2-zigzag-padded|4-contiguous-full)\]",
     "tests/integrations/test_stacks.py": rf"{TWO}|\[(mbart|mt5|umt5)",
     "tests/integrations/test_mixers.py": rf"{TWO}|document\[.*-contiguous|copy.*(jamba|zamba)\]",
     "tests/integrations/test_heads.py": r"are_exact\[2-",

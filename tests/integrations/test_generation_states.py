@@ -85,9 +85,33 @@ def test_tokens_are_not_taken_back_from_a_state(family: str):
         talk(family, prompts()[:, :2], crop=20)
 
 
-@pytest.mark.parametrize("family", KINDS)
-def test_padding_before_a_recurrence_is_refused(family: str):
-    mask = torch.ones_like(prompts())
-    mask[0, :3] = 0
-    with pytest.raises(NotImplementedError, match="of which padding on the left would be"):
-        on_ranks(2, lambda: build(family), prompts(), attention_mask=mask)
+def padded() -> tuple[Tensor, Tensor]:
+    """Three prompts, two of which have padding on the left, and their attention_mask."""
+    ids, mask = prompts(3), torch.ones(3, len(prompts()[0]), dtype=torch.int64)
+    for sample, start in enumerate((0, 4, 9)):
+        ids[sample, :start], mask[sample, :start] = 0, 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_samples_with_padding_on_the_left_get_the_tokens_of_one_process(family: str):
+    ids, mask = padded()
+    options: dict[str, Any] = {"attention_mask": mask, **SHOWN}
+    expected = alone(build(family).eval(), ids, **options)
+    for output in on_ranks(2, lambda: build(family), ids, **options):
+        assert torch.equal(output.sequences, expected.sequences)
+        for logits, expected_logits in zip(output.logits, expected.logits, strict=True):
+            torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["mamba2"])
+def test_a_bias_at_padding_is_refused(family: str):
+    def biased() -> Any:
+        model = build(family)
+        projection = model.backbone.layers[1].mixer.in_proj
+        projection.bias = torch.nn.Parameter(torch.ones(projection.out_features).double())
+        return model
+
+    ids, mask = padded()
+    with pytest.raises(NotImplementedError, match="Mamba2Mixer adds a bias to padding on the left"):
+        on_ranks(2, biased, ids, attention_mask=mask)

@@ -179,8 +179,11 @@ class SpreadMixer:
         features, local = self.row.project(self.layer, hidden_states)
         by_rank, by_feature = self._feature_orders(features.device)
         sends = features[..., by_rank].unflatten(-1, (self.exchange.sp.size, -1))
-        state = None if cache is None else cache.start(self.layer)
-        kept = {} if state is None else {key: state.cache}
+        state, kept = None, {}
+        if cache is not None:
+            state, mask = cache.start(self.layer), cache.padding_mask(features.device)
+            self._check_padding(hidden_states, mask)
+            kept = {key: state.cache, "attention_mask": mask}
         y, others = self._run(self.exchange.gather(sends, borders), borders, kept)
         if state is not None:
             state.keep(self.exchange.sp, self._shares(features.device), cache.new)
@@ -188,7 +191,19 @@ class SpreadMixer:
         result = self.row.finish(self.layer, y, local)
         return (result, *others) if others else result
 
+    def _check_padding(self, hidden_states: Tensor, mask: Tensor | None) -> None:
+        """Refuse padding that the layer, which masks hidden states, would give features by a bias:
+        here features are masked."""
+        padding = hidden_states.new_zeros(1, 1, hidden_states.shape[-1])
+        if mask is not None and self.row.project(self.layer, padding)[0].any():
+            raise NotImplementedError(
+                f"{type(self.layer).__name__} adds a bias to padding on the left: give samples of "
+                "one length"
+            )
+
     def _borders(self) -> Borders:
+        if self.attention.cache is not None:  # documents are those of padding
+            return None
         mask_kwargs = self.attention.documents.current({})
         if SLICE_ARGUMENTS[0] in mask_kwargs:
             raise NotImplementedError(
@@ -200,8 +215,8 @@ class SpreadMixer:
     def _run(self, x: Tensor, borders: Borders, kept: Kwargs) -> tuple[Tensor, tuple[Any, ...]]:
         """Run the layer's code on this rank's channels of all rows: (b, S, c) -> (b, S, c').
 
-        `kept` is the argument with a cache, if any. The second result is what else the layer
-        returns, for the last document.
+        `kept` are the arguments with a cache and for padding, in generation. The second result is
+        what else the layer returns, for the last document.
         """
         cuts = self._shares(x.device)[self.exchange.sp.rank].parameters
         values: dict[str, Tensor] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
@@ -70,18 +71,16 @@ class ShardedCache(DynamicCache):
         layer.keep(k, v, self.new)
 
     def start(self, layer: nn.Module) -> LayerState:
-        """The state of a layer with a recurrence, at the beginning of a prompt.
-
-        Raises:
-            NotImplementedError: for padding on the left, which the recurrence would start with.
-        """
-        if any(self.starts):
-            raise NotImplementedError(
-                f"{type(layer).__name__} takes tokens in their order, of which padding on the left "
-                "would be the first: give samples of one length"
-            )
+        """The state of a layer with a recurrence, at the beginning of a prompt."""
         state = self.by_module[layer] = LayerState(layer)
         return state
+
+    def padding_mask(self, device: torch.device) -> Tensor | None:
+        """(b, S) of a prompt, False at padding on the left; None without any."""
+        if not any(self.starts):
+            return None
+        starts = torch.tensor(self.starts, device=device)
+        return torch.arange(self.new, device=device) >= starts[:, None]
 
     def attention(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any
