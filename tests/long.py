@@ -22,6 +22,15 @@ def all_but(*rows: str) -> str:
 
 
 ENGINES = ("sp4", "tp2_sp2", "pp2_sp2", "offloaded", "tiled", "packed", "concentric", "ulysses")
+ENCODERS = (
+    "deit-4",
+    "vit_mae-4",
+    "yolos-4",
+    "siglip2-4",
+    "dinov3-4",
+    "vjepa2-4",
+    "wav2vec2_padded-4",
+)
 MODELS = ("gpt2", "tp_bert", "pp_opt", "llama_classes", "zero1", "hybrid_zero1", "resumed_4_to_2")
 
 # file -> regular expression of its long tests, "" for all
@@ -73,6 +82,8 @@ LONG: dict[str, str] = {
     "tests/integrations/test_generation.py": TWO,
     "tests/integrations/test_generation_media.py": r"(2-zigzag-padded|4-contiguous-full)\]",
     "tests/integrations/test_stacks.py": rf"{TWO}|\[(mbart|mt5|umt5)",
+    "tests/integrations/test_encoders.py": rf"gradients_are_exact{all_but(*ENCODERS)}|"
+    rf"layers_are_exact{all_but('siglip2', 'vjepa2')}",
     "tests/integrations/test_mixers.py": rf"{TWO}|document\[.*-contiguous|copy.*(jamba|zamba)\]",
     "tests/integrations/test_heads.py": r"are_exact\[2-",
     "tests/integrations/test_media.py": r"exact\[\w+-[12]-contiguous|its_tokens\[(qwen2_vl|llava)",

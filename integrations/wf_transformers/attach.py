@@ -14,7 +14,7 @@ from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_backends.dsp import DynamicSequenceParallel, Mode, Stages, receivers, spread
 from wf_transformers.attention.documents import MASK_ARGUMENTS, mask_arguments
-from wf_transformers.attention.function import UNSUPPORTED
+from wf_transformers.attention.function import refuse_unsupported
 from wf_transformers.attention.positions import agree_on_longest_position, offset_positions
 from wf_transformers.attention.registry import register_free, registered_for
 from wf_transformers.calls import (
@@ -33,13 +33,7 @@ from wf_transformers.families.experts import RouterLoss, has_router_loss
 from wf_transformers.families.media import language_model, media_of
 from wf_transformers.families.media_features import hook_media
 from wf_transformers.families.mixing import mixers_in, refuse_unspreadable, spread_mixers
-from wf_transformers.families.stacks import (
-    cut_stacks,
-    is_cut_inside,
-    is_vit,
-    shard_between,
-    stacks_of,
-)
+from wf_transformers.families.stacks import cut_inside, is_cut_inside, stacks_of
 from wf_transformers.families.table import LATENTS, REFUSED, changes_in, modules_without_registry
 from wf_transformers.handle import Handle
 from wf_transformers.memory.checkpoints import recompute_checkpoints_with_documents
@@ -57,6 +51,8 @@ from wf_transformers.tensor_parallel import check_tensor_parallel
 
 Kwargs = dict[str, Any]
 
+NEVER = ("output_attentions", "head_mask")
+"""Arguments of calls that attention does not support. ViT gives it a head mask as its mask."""
 APPLIED_MARK = "wallfacer_applied"
 """Attribute set on a model whose hooks give the documents of each call to its Attention."""
 CHANGED = (
@@ -130,7 +126,7 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
     for module, attributes in changes_in(model, handle.attention):
         for name, value in attributes.items():
             handle.set(module, name, value)
-    cut_stacks(model, handle)
+    cut_inside(model, handle)
     if not stacks_of(model):
         offset_positions(model, handle)
     if handle.sp.size > 1 and not stacks_of(model):
@@ -139,9 +135,6 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
         RouterLoss(model, handle)
     _check_calls(model, handle)
     recompute_with_documents(model, handle)
-    if is_vit(model):
-        vit: Any = model.base_model
-        shard_between(handle, vit.embeddings, vit.layernorm)
 
 
 def _seed_by_rank(model: nn.Module, handle: Handle) -> None:
@@ -183,12 +176,11 @@ def _check_calls(model: PreTrainedModel, handle: Handle) -> None:
     """Check the arguments of every call of the model, and scope the documents of the call."""
     attention = handle.attention
     names, takes_kwargs = parameter_names(model), takes_any_keyword(model)
-    has_stacks, cut_inside = bool(stacks_of(model)), is_cut_inside(model)
+    has_stacks, takes_whole = bool(stacks_of(model)), is_cut_inside(model)
 
     def check(args: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:
         arguments = by_name(names, args, kwargs)
-        if arguments.get("output_attentions"):
-            raise NotImplementedError(f"{UNSUPPORTED['output_attentions']}, which WallFacer lacks")
+        refuse_unsupported(type(model).__name__, {key: arguments.get(key) for key in NEVER})
         if handle.sp.size > 1:
             unsplit = TOKENS if has_stacks or model in attention.cut_by_heads else ()
             whole = (*unsplit, *NOT_LOCAL) if attention.cache is not None else unsplit
@@ -196,7 +188,7 @@ def _check_calls(model: PreTrainedModel, handle: Handle) -> None:
             refuse_call(model, split, names, attention.logits_are_whole)
             if media_of(model) is None:
                 refuse_media(model, split if has_stacks else arguments)
-            if cut_inside:
+            if takes_whole:
                 refuse_partial_states(model, arguments)
             tokens = tokens_of(split)
             attention.documents.expect(0 if tokens is None else tokens.shape[1])
@@ -220,13 +212,13 @@ def _check_calls(model: PreTrainedModel, handle: Handle) -> None:
 
 def _check_inner_models(model: PreTrainedModel, handle: Handle) -> None:
     """Check calls of the models inside `model`: scripts may call them for hidden states."""
-    cut_inside = is_cut_inside(model)
+    takes_whole = is_cut_inside(model)
 
     def check(inner: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
         arguments = by_name(parameter_names(inner), args, kwargs)
         running = handle.attention.documents.running
-        if cut_inside:
-            refuse_partial_states(inner, arguments)
+        if takes_whole:
+            refuse_partial_states(inner, arguments, inside=True)
         if running is None or running.rows != 0:  # with rows == 0 attention raises by itself
             refuse_inner_call(inner, arguments, handle.attention.logits_are_whole)
 
@@ -279,9 +271,7 @@ def scope_documents(
 
 def no_registry_error(model: nn.Module) -> str:
     """The error for a model whose attention never reaches ours."""
-    reasons = [row_of(REFUSED, module) for module in model.modules()]
-    reason = next((reason for reason in reasons if reason), None)
-    if reason is not None:
+    if (reason := _refused_reason(model)) is not None:
         return f"attention of {type(model).__name__} {reason}, of which WallFacer has no gradient"
     return (
         f"no layer of {type(model).__name__} (transformers {transformers.__version__}) asks "
@@ -290,8 +280,15 @@ def no_registry_error(model: nn.Module) -> str:
     )
 
 
+def _refused_reason(model: nn.Module) -> str | None:
+    reasons = (row_of(REFUSED, module) for module in model.modules())
+    return next((reason for reason in reasons if reason), None)
+
+
 def can_attend_over_ranks(model: PreTrainedModel) -> bool:
-    """Whether a layer can call our attention: by the registry, a replaced method, or itself."""
+    """Whether all layers can call our attention: by the registry, a replaced method, or itself."""
+    if _refused_reason(model) is not None:
+        return False
     replaced = bool(modules_without_registry(model)) or bool(mixers_in(model))
     return replaced or bool(receivers(model)) or uses_registry(model)
 

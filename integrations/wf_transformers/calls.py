@@ -37,6 +37,8 @@ PARTIAL_STATES = (
 )
 TOKENS = ("input_ids", "inputs_embeds")
 MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+LEFT_OUT = ("layerdrop", "drop_path_rate")
+"""Suffixes of config fields: how often a layer or a branch is left out for a whole sample."""
 LABELS = ("labels", "start_positions", "end_positions", "next_sentence_label")
 
 
@@ -116,13 +118,20 @@ def refuse_media(model: nn.Module, arguments: Mapping[str, Any]) -> None:
         raise NotImplementedError(f"{name} was called with {media} beside tokens: {NOT_CUT}")
 
 
-def refuse_partial_states(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+def refuse_partial_states(
+    model: nn.Module, arguments: Mapping[str, Any], inside: bool = False
+) -> None:
     """Refuse a call for hidden states, which would be of this rank's tokens beside whole outputs.
+
+    Args:
+        inside: whether a model called it. Classifiers of wav2vec 2.0 of transformers 5 always ask
+            for them, and drop them unless the config says that they are summed.
 
     Raises:
         NotImplementedError: naming the argument.
     """
-    if wants_output(HIDDEN_STATES, model, arguments):
+    summed = getattr(getattr(model, "config", None), "use_weighted_layer_sum", True)
+    if wants_output(HIDDEN_STATES, model, arguments) and (summed or not inside):
         raise NotImplementedError(PARTIAL_STATES)
 
 
@@ -144,10 +153,10 @@ def refuse_inner_call(
 def _refuse_layerdrop(name: str, config: Any) -> None:
     fields = vars(config) if config is not None else {}
     for key, value in fields.items():
-        if key.endswith("layerdrop") and isinstance(value, (int, float)) and value > 0:
+        if key.endswith(LEFT_OUT) and isinstance(value, (int, float)) and value > 0:
             raise NotImplementedError(
-                f"{name} is trained with {key}={value}: every rank would leave out other layers; "
-                f"set {key} to 0 in the config"
+                f"{name} is trained with {key}={value}: every rank would leave out other layers, "
+                f"or branches of them; set {key} to 0 in the config"
             )
 
 

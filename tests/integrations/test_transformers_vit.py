@@ -6,6 +6,7 @@ their sequence begins and ends.
 
 from __future__ import annotations
 
+import inspect
 from copy import deepcopy
 from typing import Any
 
@@ -99,6 +100,20 @@ def test_remove_stops_sharding_the_patches() -> None:
     assert [x.shape for x in run_registered(2, rank)] == [(3, 17, 32)] * 2
 
 
+@pytest.mark.skipif(
+    "head_mask" not in inspect.signature(ViTForImageClassification.forward).parameters,
+    reason="transformers 5 has no head masks",
+)
+def test_head_masks_are_refused() -> None:
+    def rank(sp: Any, name: str) -> None:
+        model = build(name)
+        wf_transformers.apply(model, sp)
+        with pytest.raises(NotImplementedError, match="asks for head masks"):
+            model(images(), head_mask=torch.tensor([1.0, 0.0, 1.0, 1.0]))
+
+    run_registered(2, rank)
+
+
 def test_ranks_with_different_images_are_refused() -> None:
     def rank(comm: Any) -> None:
         model = build("sdpa")
@@ -112,31 +127,30 @@ def test_ranks_with_different_images_are_refused() -> None:
 
 WIDTH = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, **BERT_DROPOUT}
 SMALL = WIDTH | {"intermediate_size": 48, "image_size": 8, "patch_size": 4, "num_channels": 3}
-VIDEO = SMALL | {"num_frames": 4, "use_mean_pooling": False}
-MAE_DECODER = {
-    "decoder_hidden_size": 16,
-    "decoder_num_attention_heads": 2,
-    "decoder_num_hidden_layers": 1,
-}
-SOUND = WIDTH | {"intermediate_size": 48, "max_length": 32, "num_mel_bins": 32}
 GPT2 = {"n_layer": 1, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-SIGLIP: dict[str, Any] = {"vision_config": SMALL, "text_config": SMALL | {"vocab_size": 9}}
+SPEECH = {"conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (2,), "layerdrop": 0.0}
+SPEECH |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
 PIXELS = {"pixel_values": torch.ones(1, 3, 8, 8)}
 UNSHARDED = {
-    "dinov2": (tf.Dinov2Model, tf.Dinov2Config(**SMALL), PIXELS),
-    "deit": (tf.DeiTModel, tf.DeiTConfig(**SMALL), PIXELS),
-    "siglip": (tf.SiglipVisionModel, tf.SiglipVisionConfig(**SMALL), PIXELS),
-    "vit_mae": (tf.ViTMAEForPreTraining, tf.ViTMAEConfig(**SMALL, **MAE_DECODER), PIXELS),
-    "ast": (tf.ASTModel, tf.ASTConfig(**SOUND), {"input_values": torch.ones(1, 32, 32)}),
-    "video_mae": (
-        tf.VideoMAEModel,
-        tf.VideoMAEConfig(**VIDEO),
-        {"pixel_values": torch.ones(1, 4, 3, 8, 8)},
+    "dinov2_backbone": (tf.Dinov2Backbone, tf.Dinov2Config(**SMALL), PIXELS, "hidden_states=True"),
+    "beit": (tf.BeitModel, tf.BeitConfig(**SMALL), PIXELS, "of BeitModel adds a learned bias"),
+    "wavlm": (
+        tf.WavLMModel,
+        tf.WavLMConfig(**WIDTH | SPEECH, intermediate_size=48),
+        {"input_values": torch.ones(1, 64)},
+        "of WavLMModel adds a learned bias",
     ),
-    "yolos": (
-        tf.YolosModel,
-        tf.YolosConfig(**SMALL | {"image_size": [8, 8], "num_detection_tokens": 3}),
-        PIXELS,
+    "timesformer": (
+        tf.TimesformerModel,
+        tf.TimesformerConfig(**SMALL, num_frames=2),
+        {"pixel_values": torch.ones(1, 2, 3, 8, 8)},
+        "no layer of TimesformerModel",
+    ),
+    "vitpose": (
+        tf.VitPoseBackbone,
+        tf.VitPoseBackboneConfig(**SMALL | {"image_size": [24, 16], "patch_size": [8, 8]}),
+        {"pixel_values": torch.ones(1, 3, 24, 16)},
+        "none were cut: .*shard_between",
     ),
     "decision": (
         tf.DecisionTransformerModel,
@@ -148,11 +162,7 @@ UNSHARDED = {
             "timesteps": torch.arange(4)[None],
             "attention_mask": torch.ones(1, 4),
         },
-    ),
-    "siglip_with_text": (
-        tf.SiglipModel,
-        tf.SiglipConfig(**SIGLIP),
-        PIXELS | {"input_ids": torch.ones(1, 4).long(), "position_ids": torch.arange(4)[None]},
+        "shard_between",
     ),
 }
 
@@ -160,51 +170,35 @@ UNSHARDED = {
 @pytest.mark.parametrize("family", UNSHARDED)
 def test_a_model_whose_rows_are_not_sharded_is_refused(family: str) -> None:
     """Else attention would take the ranks' copies of the same rows for one long sequence."""
-    model_class, config, inputs = UNSHARDED[family]
+    model_class, config, inputs, message = UNSHARDED[family]
 
     def rank(comm: Any) -> None:
         with BUILD_LOCK:
             torch.manual_seed(comm.rank)
             model = model_class(deepcopy(config))  # which attach writes the attention's name into
-        with pytest.raises(NotImplementedError, match="shard_between|no layer of|may mix tokens"):
+        with pytest.raises(NotImplementedError, match=message):
             wf_transformers.attach_model(model, sequence_parallel(comm))
             model(**inputs)
 
     run_threads(2, rank)
 
 
-def test_as_many_patches_as_tokens_of_a_rank_are_refused() -> None:
-    """The number of rows alone would not tell the patches from the rank's tokens."""
-    vision = SMALL | {"vision_use_head": False}  # its head has torch's attention, which is refused
-    _, _, inputs = UNSHARDED["siglip_with_text"]
-
-    def rank(sp: Any, name: str) -> None:
-        config = tf.SiglipConfig(**SIGLIP | {"vision_config": vision}, attn_implementation=name)
-        with BUILD_LOCK:
-            model = tf.SiglipModel(config)
-        with pytest.raises(NotImplementedError, match="pixel_values beside tokens.*shard_between"):
-            wf_transformers.apply(model, sp)
-            model(**inputs)
-
-    run_registered(2, rank)
-
-
 def test_shard_between_shards_another_encoder_exactly() -> None:
-    model_class, config, _ = UNSHARDED["dinov2"]
-    inputs = {"pixel_values": PIXELS["pixel_values"].double()}
+    model_class, config, *_ = UNSHARDED["vitpose"]
+    inputs = {"pixel_values": torch.arange(3 * 24 * 16.0).double().sin().view(1, 3, 24, 16)}
 
-    def build_dinov2() -> Any:
+    def build_vitpose() -> Any:
         with BUILD_LOCK:
             torch.manual_seed(1)
             return model_class(deepcopy(config)).double()
 
-    expected = build_dinov2()(**inputs).last_hidden_state
+    expected = build_vitpose()(**inputs).feature_maps[-1]
 
     def rank(comm: Any) -> Tensor:
-        model = build_dinov2()
+        model = build_vitpose()
         handle = wf_transformers.attach_model(model, sequence_parallel(comm))
         wf_transformers.shard_between(handle, model.embeddings, model.layernorm)
-        return model(**inputs).last_hidden_state.detach()
+        return model(**inputs).feature_maps[-1].detach()
 
-    for hidden_states in run_threads(2, rank):
-        assert_close(hidden_states, expected, "hidden states")
+    for features in run_threads(2, rank):
+        assert_close(features, expected, "features")

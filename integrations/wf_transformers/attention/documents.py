@@ -25,9 +25,9 @@ OUTSIDE = (
 
 
 NOT_CUT = (
-    "every rank would take its rows for a part of one sequence. Of models that take images or "
-    "sounds, ViT, CLIP and Whisper are cut; for another encoder name the modules between which "
-    "rows are cut, wf_transformers.shard_between(handle, first, last)"
+    "every rank would take its rows for a part of one sequence. docs/transformers.md lists the "
+    "encoders of images, videos and sounds that are cut; for another one name the modules between "
+    "which rows are cut, wf_transformers.shard_between(handle, first, last)"
 )
 
 

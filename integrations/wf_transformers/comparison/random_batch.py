@@ -35,7 +35,7 @@ def random_batch(
         Keyword arguments; None if the model's inputs are unknown.
     """
     generator = torch.Generator().manual_seed(0)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    like = next(iter(model.parameters()), torch.empty(0))
     models = outermost(model)
     config: Any = models[0].config if models else None
     if models and models[0].main_input_name == "pixel_values":
@@ -46,7 +46,10 @@ def random_batch(
         batch = None
     if any(type(inner).__name__.endswith("ForMultipleChoice") for inner in models):
         batch = {key: x[:, None] for key, x in (batch or {}).items()}  # (b, choices, S)
-    return None if batch is None else {key: x.to(device) for key, x in batch.items()}
+    if batch is None:
+        return None
+    dtypes = {torch.get_default_dtype(): like.dtype}  # pixels of models that do not cast them
+    return {key: x.to(like.device, dtypes.get(x.dtype, x.dtype)) for key, x in batch.items()}
 
 
 def random_tokens(model: nn.Module, sp: SequenceParallel) -> dict[str, Tensor] | None:

@@ -30,6 +30,7 @@ from wf_transformers.attention.function import Attention
 from wf_transformers.calls import CACHES, ON_ONE_PROCESS
 from wf_transformers.families.mixers import MIXERS
 from wf_transformers.families.shares import Mixer, Share
+from wf_transformers.families.stacks import stacks_of
 from wf_transformers.handle import Handle
 from wf_transformers.models import refuse_varying_rope, row_of, transformers_class
 
@@ -90,14 +91,15 @@ def _describe_mixing(module: nn.Module) -> str | None:
 
 
 def _is_exempt(model: nn.Module, name: str) -> bool:
-    """Whether a module is inside one that cuts what it mixes, or that takes images or sounds: these
-    are cut after the layers that mix them."""
+    """Whether a module is inside one that cuts what it mixes, or that takes images or sounds or has
+    stacks: these are cut after the layers that mix them, and whole before a head that does."""
     parts = name.split(".")
     ancestors = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
     return any(
         hasattr(ancestor, RECEIVER)
         or row_of(MIXERS, ancestor) is not None
-        or (isinstance(ancestor, PreTrainedModel) and ancestor.main_input_name != "input_ids")
+        or isinstance(ancestor, PreTrainedModel)
+        and (ancestor.main_input_name != "input_ids" or stacks_of(ancestor))
         for ancestor in ancestors
     )
 

@@ -1,4 +1,5 @@
-"""Models that take whole batches on every rank, and are cut inside: ViT, CLIP, Whisper, BART, T5.
+"""Models that take whole batches on every rank, and are cut inside: BART, T5, encoders of images,
+videos and sounds.
 
 Every rank computes what comes before and after a stack of layers, including the loss; the layers
 see this rank's rows. Inside a stack a rank's gradients are its share times the number of ranks,
@@ -10,68 +11,143 @@ Shapes: b batch, s rows of this rank, S rows of the whole sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.vit.modeling_vit import ViTModel
 
 from wf_backends import SequenceParallel
+from wf_backends._compile import eager
+from wf_backends.comm import gather_small
+from wf_transformers.attention.function import IN_STACK
+from wf_transformers.calls import by_name, parameter_names, refuse_partial_states
 from wf_transformers.handle import Handle
-from wf_transformers.models import outermost, transformers_class
+from wf_transformers.models import outermost, row_of, transformers_class
 from wf_transformers.rng import RankRng
 
 Kwargs = dict[str, Any]
 
 STACKS = frozenset(
     {
-        *("BartEncoder", "BartDecoder", "MBartEncoder", "MBartDecoder"),
-        *("WhisperEncoder", "WhisperDecoder", "CLIPEncoder", "T5Stack", "MT5Stack", "UMT5Stack"),
+        *("BartEncoder", "BartDecoder", "MBartEncoder", "MBartDecoder", "T5Stack", "MT5Stack"),
+        *("UMT5Stack", "WhisperEncoder", "WhisperDecoder", "CLIPEncoder", "SiglipEncoder"),
+        *("Siglip2Encoder", "Dinov2Encoder", "Dinov2WithRegistersEncoder", "DINOv3ViTEncoder"),
+        *("VideoMAEEncoder", "VideoMAEDecoder", "VJEPA2Encoder", "VJEPA2Predictor"),
+        *("YolosEncoder", "ViTMAEDecoder", "Wav2Vec2Encoder", "Wav2Vec2EncoderStableLayerNorm"),
+        *("HubertEncoder", "HubertEncoderStableLayerNorm"),
+        # in transformers 4, and in 5, where the model itself has the layers
+        *("DeiTEncoder", "DeiTModel", "ViTMSNEncoder", "ViTMSNModel", "IJepaEncoder", "IJepaModel"),
+        *("ViTMAEEncoder", "ViTMAEModel", "VivitEncoder", "VivitModel", "ASTEncoder", "ASTModel"),
     }
 )
 """Modules whose layers see this rank's rows, in models of the same file of transformers."""
-ATTENTION = ("attn", "Attention")
-"""Suffixes of the names of their attention modules."""
+LAYERS = ("layers", "layer", "decoder_layers", "block")
+"""Names of the list of a stack's layers."""
+BETWEEN: Mapping[str, tuple[str, str]] = MappingProxyType({"ViTModel": ("embeddings", "layernorm")})
+"""Models -> modules as `shard_between` takes them: what a stage of a pipeline sends is whole."""
+ATTENTION = ("attn", "attention")
+"""Suffixes of the names of their attention modules, in small letters."""
 CROSS = ("encoder_attn", "EncDecAttention")  # suffixes for cross attention
-ENCODER_STATES = "encoder_hidden_states"
+ENCODER_STATES, STATES = "encoder_hidden_states", "hidden_states"
+BETWEEN_LAYERS = "interpolation"
+"""Attribute of YOLOS' encoder: a module that returns (layers - 1, 1, S, width), added to rows."""
+NUM_SAMPLED, SAME = 4096, 1e-2  # elements; largest difference of their summaries, of about 1
+Complete = Callable[[Any, int, torch.device], tuple[Tensor, ...]]
+
+
+def _patch_numbers(given: Tensor | None, seqlen: int, device: torch.device) -> tuple[Tensor]:
+    """(b or 1, S): V-JEPA 2 would count this rank's patches from 0."""
+    return (torch.arange(seqlen, device=device)[None] if given is None else given,)
+
+
+def _angles(given: tuple[Tensor, Tensor], seqlen: int, _: torch.device) -> tuple[Tensor, ...]:
+    """DINOv3's cosines and sines (1, S, d), given for patches only; what precedes is not turned."""
+    return tuple(
+        pad(x, (0, 0, seqlen - len(x), 0), value=fill)[None]
+        for x, fill in zip(given, (1.0, 0.0), strict=True)
+    )
+
+
+BY_ROW: Mapping[str, tuple[str, Complete]] = MappingProxyType(
+    {
+        "DINOv3ViTEncoder": ("position_embeddings", _angles),
+        **dict.fromkeys(("VJEPA2Encoder", "VJEPA2Predictor"), ("position_mask", _patch_numbers)),
+    }
+)
+"""Stacks -> an argument of each layer that must be this rank's, and what makes it whole."""
 
 
 def stacks_of(model: nn.Module) -> list[Any]:
     """The stacks in a model that is cut inside; not those of a vision tower from another file."""
     file = transformers_class(model).__module__
     pairs = ((module, transformers_class(module)) for module in model.modules())
-    return [module for module, cls in pairs if cls.__name__ in STACKS and cls.__module__ == file]
+    known = (m for m, cls in pairs if cls.__name__ in STACKS and cls.__module__ == file)
+    return [module for module in known if _layers_of(module)]
+
+
+def _layers_of(stack: Any) -> Any:
+    return next((getattr(stack, name) for name in LAYERS if hasattr(stack, name)), None)
 
 
 def is_cut_inside(module: nn.Module) -> bool:
     """Whether a Hugging Face model in `module` is cut inside, so that it takes whole batches."""
-    return any(stacks_of(model) or is_vit(model) for model in outermost(module))
+    return any(stacks_of(m) or row_of(BETWEEN, m.base_model) for m in outermost(module))
 
 
-def is_vit(model: PreTrainedModel) -> bool:
-    """Whether it is a ViT, whose patches are cut after they are embedded."""
-    return isinstance(model.base_model, ViTModel)
-
-
-def cut_stacks(model: nn.Module, handle: Handle) -> None:
+def cut_inside(model: PreTrainedModel, handle: Handle) -> None:
     """Shard the input of every stack's first layer, and gather the output of its last layer."""
+    if names := row_of(BETWEEN, model.base_model):
+        first, last = map(model.base_model.get_submodule, names)
+        shard_between(handle, first, last)
+    _keep_own_masks(model, handle)
     for stack in stacks_of(model):
-        for name, module in stack.named_modules():
-            if name.endswith(ATTENTION):
-                handle.set(module, "wallfacer_stack", "cross" if name.endswith(CROSS) else "self")
-        sharding, (first, last) = _StackSharding(handle, stack), _first_and_last(stack)
+        sharding, layers, ends = _StackSharding(handle, stack), _layers_of(stack), _ends_of(stack)
         handle.hooks(
-            stack.register_forward_pre_hook(sharding.shard_encoder_states, with_kwargs=True),
-            first.register_forward_pre_hook(sharding.enter, with_kwargs=True),
-            last.register_forward_hook(sharding.leave),
+            stack.register_forward_pre_hook(sharding.before, with_kwargs=True),
+            ends[0].register_forward_pre_hook(sharding.enter, with_kwargs=True),
+            ends[1].register_forward_hook(sharding.leave),
         )
+        for name, module in stack.named_modules():
+            if name.lower().endswith(ATTENTION):
+                handle.set(module, IN_STACK, "cross" if name.endswith(CROSS) else "self")
+                _set_name(getattr(module, "config", None), handle)
+        if (row := row_of(BY_ROW, stack)) is not None:
+            take = partial(sharding.take_rows, *row)
+            handle.hooks(*(x.register_forward_pre_hook(take, with_kwargs=True) for x in layers))
+        if (between := getattr(stack, BETWEEN_LAYERS, None)) is not None:
+            handle.hooks(between.register_forward_hook(sharding.between_layers))
 
 
-def _first_and_last(stack: Any) -> tuple[nn.Module, nn.Module]:
+def _set_name(config: Any, handle: Handle) -> None:
+    """Have layers with a config of their own, as in MAE's decoder, ask for our attention too."""
+    if config is not None and handle.name:
+        handle.undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+        config._attn_implementation = handle.name
+
+
+def _keep_own_masks(model: nn.Module, handle: Handle) -> None:
+    """Have modules around torch's own attention, as in SigLIP 2's head, build the masks for it."""
+    for module in model.modules():
+        if hasattr(module, "config") and any(
+            isinstance(child, nn.MultiheadAttention) for child in module.children()
+        ):
+            config: Any = deepcopy(module.config)
+            config._attn_implementation = "sdpa"
+            handle.set(module, "config", config)
+
+
+def _ends_of(stack: Any) -> tuple[nn.Module, nn.Module]:
     """The modules that get and return the stack's hidden states, also in recomputation."""
+    first, last = _layers_of(stack)[0], _layers_of(stack)[-1]
     if hasattr(stack, "block"):  # T5 calls `forward` of its blocks, which skips their hooks
-        return stack.block[0].layer[0], stack.block[-1].layer[-1]
-    return stack.layers[0], stack.layers[-1]
+        return first.layer[0], last.layer[-1]
+    return first, last
 
 
 class _StackSharding:
@@ -81,16 +157,35 @@ class _StackSharding:
         self._sp, self._documents = handle.sp, handle.attention.documents
         self._layers, self._rng = layers, RankRng(handle.sp.rank)
 
-    def shard_encoder_states(self, _: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+    def before(self, stack: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Before a decoder: shard the encoder's output, for the keys and values of this rank."""
-        states = kwargs.get(ENCODER_STATES)
-        return args, kwargs if states is None else kwargs | {ENCODER_STATES: self._rows(states)}
+        refuse_partial_states(stack, kwargs, inside=True)  # a backbone asks for them itself
+        names = [ENCODER_STATES] if any(n.endswith(CROSS) for n, _ in stack.named_modules()) else []
+        states = {key: self.rows(kwargs[key]) for key in names if kwargs.get(key) is not None}
+        return args, kwargs | states
 
     def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Before the first layer."""
         if args:
             return (self.shard(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self.shard(kwargs["hidden_states"])}
+        return args, kwargs | {STATES: self.shard(kwargs[STATES])}
+
+    def take_rows(
+        self, key: str, complete: Complete, layer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs
+    ) -> Any:
+        """Before each layer: shard an argument that has a row for each row of the stack."""
+        arguments = by_name(parameter_names(layer), args, kwargs)
+        running = self._documents.running
+        assert running is not None and running.seqlen is not None, "before `shard`"
+        whole = complete(arguments.get(key), running.seqlen, arguments[STATES].device)
+        if layer is _layers_of(self._layers)[0]:
+            self._refuse_different(*whole)
+        rows = [self.rows(x) for x in whole]
+        return (), arguments | {key: rows if len(rows) > 1 else rows[0]}
+
+    def between_layers(self, _: nn.Module, __: Any, whole: Tensor) -> Tensor:
+        """After a module that returns for each layer what is added to its rows."""
+        return self.rows(whole, dim=2)
 
     def leave(self, _: nn.Module, __: Any, output: Any) -> Any:
         """After the last layer."""
@@ -100,7 +195,8 @@ class _StackSharding:
 
     def shard(self, whole: Tensor) -> Tensor:
         """(b, S, width) -> (b, s, width); until `unshard`, attention knows its number of rows."""
-        rows = self._rows(whole)
+        self._refuse_different(whole)
+        rows = self.rows(whole)
         self._documents.expect(rows.shape[1], whole.shape[1])
         self._rng.enter_for(self._layers, self._sp, whole.device)
         return rows
@@ -111,10 +207,33 @@ class _StackSharding:
         self._documents.expect(0)
         return whole_rows(self._sp, rows)
 
-    def _rows(self, whole: Tensor) -> Tensor:
+    @eager
+    def _refuse_different(self, *whole: Tensor) -> None:
+        """Refuse rows that are not those of every rank: masks and dropout before them are random.
+
+        Raises:
+            ValueError: on every rank.
+        """
+        summaries = gather_small(self._sp.comm, torch.stack([_summary(x) for x in whole]))
+        if bool((summaries - summaries[0]).abs().max() > SAME):
+            raise ValueError(
+                f"the first layer of {type(self._layers).__name__} gets other rows on each rank: "
+                "what is drawn before it (masked patches or frames, dropout) must be the same. "
+                "Seed the ranks of a sequence alike, torch and NumPy, or pass what is drawn (noise)"
+            )
+
+    def rows(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """This rank's rows of a tensor that every rank has."""
         whole = whole.view_as(whole)  # a view, so that other uses keep their gradients unscaled
         scale_gradient(whole, 1 / self._sp.size)
-        return self._sp.shard(whole, dim=1)
+        return self._sp.shard(whole, dim)
+
+
+def _summary(x: Tensor) -> Tensor:
+    """A number, about normal, that is the same for equal tensors up to rounding."""
+    sample = x.detach().flatten()[:: max(1, x.numel() // NUM_SAMPLED)].double()
+    wave = torch.arange(len(sample), device=x.device).double().cos()
+    return sample @ wave / sample.norm().clamp(min=1e-30)
 
 
 def shard_between(handle: Handle, first: nn.Module, last: nn.Module) -> None:

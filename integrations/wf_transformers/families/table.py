@@ -143,6 +143,7 @@ TABLE: Mapping[str, AttentionRow] = MappingProxyType(
             function=modernbert, window=_modernbert_window, attributes=lambda _: FULL
         ),
         **dict.fromkeys(("BartAttention", "MBartAttention", "WhisperAttention"), CUT_INSIDE),
+        **dict.fromkeys(("Wav2Vec2Attention", "HubertAttention"), CUT_INSIDE),
         "CLIPAttention": replace(CUT_INSIDE, attributes=_clip),
         **dict.fromkeys(("T5Attention", "MT5Attention"), T5),
         "UMT5Attention": replace(T5, function=umt5),
@@ -170,13 +171,17 @@ ALIBI_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
-            ("SwitchTransformersAttention", "LongT5Attention"),
+            (
+                *("SwitchTransformersAttention", "LongT5Attention", "WavLMAttention"),
+                *("BeitSelfAttention", "BeitAttention"),
+                *("Data2VecVisionSelfAttention", "Data2VecVisionAttention"),
+            ),
             "adds a learned bias by relative positions to its scores",
         ),
         "DisentangledSelfAttention": "adds scores of learned relative positions to its own",
     }
 )
-"""Attention modules that we cannot replace, and why."""
+"""Attention modules that we cannot replace, or whose registry call has more, and why."""
 
 LATENTS: Mapping[str, Callable[..., Any]] = MappingProxyType({"DeepseekV3Attention": deepseek})
 """Attention modules that can send latents instead of keys and values, and the forward that does.
