@@ -10,7 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -207,6 +207,22 @@ def test_groups_divide_the_last_samples_of_a_stream_evenly(
         batches.append([batch.tolist() for batch in rows])
     first, second = [[0, 1], [4, 5], [8, 9], [12]], [[2, 3], [6, 7], [10, 11], [0]]
     assert batches == [first, first, second, second]
+
+
+def test_every_sample_is_read_under_a_parallelism_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate makes a mesh of its sizes, or of all ranks if it has none, and counts its ranks."""
+    mesh = MagicMock(mesh_dim_names=("dp_replicate", "dp_shard"))
+    mesh["dp_shard"].size.return_value = 2
+    monkeypatch.setattr(Accelerator, "torch_device_mesh", mesh)
+    monkeypatch.setattr(Accelerator, "num_processes", 4)
+    batches = []
+    for rank in range(4):
+        monkeypatch.setattr(Accelerator, "process_index", rank)
+        accelerator = Accelerator(cpu=True)
+        with wf_accelerate.counted_by_group(accelerator, lambda: 2):
+            loader = accelerator.prepare_data_loader(torch.utils.data.DataLoader(list(range(8))))
+        batches.append([batch.item() for batch in loader])
+    assert batches == [[0, 2, 4, 6]] * 2 + [[1, 3, 5, 7]] * 2
 
 
 def test_two_models_may_be_removed_in_any_order() -> None:

@@ -125,6 +125,7 @@ def _prepare_data_loader(size: int, original: Function, *args: Any, **kwargs: An
         "num_processes": kwargs["num_processes"] // size,
         "process_index": kwargs["process_index"] // size,
         "dispatch_batches": False,
+        "torch_device_mesh": None,  # accelerate would count the ranks of its dimensions instead
     }
     sampler = getattr(args[0], "sampler", None)
     if by_group["num_processes"] == 1 and getattr(sampler, "generator", sampler) is None:
