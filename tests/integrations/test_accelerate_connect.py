@@ -210,7 +210,7 @@ def test_groups_divide_the_last_samples_of_a_stream_evenly(
 
 
 def test_every_sample_is_read_under_a_parallelism_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate makes a mesh of its sizes, or of all ranks if it has none, and counts its ranks."""
+    """accelerate makes a mesh of its sizes, of all ranks if it has none, and counts its ranks."""
     mesh = MagicMock(mesh_dim_names=("dp_replicate", "dp_shard"))
     mesh["dp_shard"].size.return_value = 2
     monkeypatch.setattr(Accelerator, "torch_device_mesh", mesh)
