@@ -35,7 +35,7 @@ from wf_transformers import (
     temporarily_replace,
 )
 from wf_transformers.handle import OPERATIONS
-from wf_transformers.whole_batches.custom_loss import has_fused_head
+from wf_transformers.whole_batches.custom_loss import has_fused_head, has_fused_loss
 from wf_transformers.whole_batches.log_probabilities import (
     LogProbabilityHooks,
     Rollout,
@@ -98,7 +98,7 @@ def _connect(
         block, model_options = ModelOptions.split(config)
         config = SequenceParallelConfig.from_dict(block)
     _refuse_accelerator(accelerator, trl)
-    if "forward" in vars(model) and not has_fused_head(model):
+    if "forward" in vars(model) and not (has_fused_head(model) or has_fused_loss(model)):
         raise NotImplementedError(
             f"the forward of this {type(model).__name__} was replaced by {model.forward}, as "
             f"Trainers with a fused loss do: it would compute the loss of this rank's tokens only"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
-from torch.nn.functional import cross_entropy  # noqa: E402
+from torch.nn.functional import cross_entropy, pad  # noqa: E402
 from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
+from transformers.modeling_outputs import CausalLMOutput  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaForCausalLM  # noqa: E402
 
 import wf_transformers  # noqa: E402
@@ -92,6 +94,34 @@ class LossOfHiddenStates(LlamaForCausalLM):
         return output
 
 
+def lce_forward(
+    self: Any,
+    input_ids: Tensor,
+    labels: Any = None,
+    skip_logits: bool | None = None,
+    num_items_in_batch: Any = None,
+    **kwargs: Any,
+) -> CausalLMOutput:
+    """As Liger's, without its kernel: in training a loss and no logits."""
+    shift_labels = kwargs.pop("shift_labels", None)
+    states = self.model(input_ids, **kwargs).last_hidden_state
+    if labels is None or not (self.training if skip_logits is None else skip_logits):
+        return CausalLMOutput(logits=self.lm_head(states))
+    if shift_labels is None:
+        shift_labels = pad(labels, (0, 1), value=-100)[:, 1:]
+    logits, targets = states @ self.lm_head.weight.T, shift_labels.flatten()
+    loss_sum = cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
+    return CausalLMOutput(loss=loss_sum / (num_items_in_batch or (targets != -100).sum()))
+
+
+lce_forward.__module__ = "liger_kernel.transformers.model.llama"
+
+
+def early_lce_forward(self: Any, input_ids: Tensor, **kwargs: Any) -> CausalLMOutput:
+    raise AssertionError("is not called")
+
+
+early_lce_forward.__module__ = lce_forward.__module__
 Change = Callable[[Any], Any]
 """Takes a Llama and returns it, or a module around it, with another loss."""
 
@@ -120,6 +150,11 @@ def with_lora(model: Any) -> Any:
     peft = pytest.importorskip("peft", reason="PEFT is not installed", exc_type=ImportError)
     torch.manual_seed(1)  # of the adapter's weights
     return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM"))
+
+
+def with_liger(model: Any) -> Any:
+    model.forward = MethodType(lce_forward, model)
+    return model
 
 
 def with_tiled_loss(model: Any) -> Any:
@@ -163,14 +198,29 @@ def train_on_ranks(
         (LossOfWrapper, {}),
         (unchanged, {"ignore_index": 5, "labels": LABELS.clamp(min=5)}),
         (unchanged, {"shift_labels": LABELS.roll(3)}),
+        (with_liger, {}),
+        (with_liger, {"num_items_in_batch": 77}),
+        (with_liger, {"whole_logits": True}),
     ],
-    ids=["z", "z_of_items", "weighted", "subclass", "wrapper", "ignore_index", "shift_labels"],
+    ids=[
+        "z",
+        "z_of_items",
+        "weighted",
+        "subclass",
+        "wrapper",
+        "ignore_index",
+        "shift_labels",
+        "liger",
+        "liger_of_items",
+        "liger_and_logits",
+    ],
 )
 def test_loss_and_gradients_are_those_of_one_device(
     change: Change, arguments: dict[str, Any], size: int
 ) -> None:
     reference = build_llama(change)
-    expected = loss_of(reference(**LABELLED | arguments))
+    known = {key: x for key, x in arguments.items() if key != "whole_logits"}
+    expected = loss_of(reference(**LABELLED | known))
     expected.backward()
     results = train_on_ranks(change, size, **LABELLED | arguments)
     for loss, _, _ in results:
@@ -195,6 +245,49 @@ def test_logits_of_the_usual_loss_are_not_gathered(change: Change) -> None:
     for loss, _, sent in train_on_ranks(change, 2, **LABELLED):
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
         assert not any("unshard" in label for label in sent)
+
+
+def test_a_loss_of_ligers_kernels_makes_no_logits() -> None:
+    """In training, and in evaluation where `skip_logits` asks for the loss alone."""
+    models = [build_llama(lambda model: with_lora(with_liger(model))) for _ in range(2)]
+
+    def rank(comm: Any) -> tuple[list[Any], float, tuple[int, ...]]:
+        model, sp = models[comm.rank], sequence_parallel(comm)
+        WholeBatchHooks(model, attach(model, sp))
+        calls: list[Any] = []
+        model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
+        losses = [model(**LABELLED).loss, model.eval()(**LABELLED, skip_logits=True).loss]
+        assert not calls and not any("unshard" in label for label in sp.report())
+        whole = model(**LABELLED)
+        return losses, whole.loss.item(), tuple(whole.logits.shape)
+
+    expected = build_llama(unchanged)(**LABELLED).loss.item()
+    for losses, loss, shape in run_threads(2, rank):
+        assert [x.item() for x in losses] + [loss] == pytest.approx([expected] * 3, rel=1e-6)
+        assert shape[:2] == LABELS.shape
+
+
+def test_forward_kwargs_give_ligers_kernels_the_labels_of_a_rank() -> None:
+    reference = build_llama(unchanged)
+    reference(**LABELLED).loss.backward()
+    num_valid = int((LABELS[:, 1:] != -100).sum())
+    models = [build_llama(with_liger) for _ in range(2)]
+
+    def rank(comm: Any) -> dict[str, Tensor]:
+        model, sp = models[comm.rank], sequence_parallel(comm)
+        local = attach(model, sp).shard_batch(LABELLED)
+        kwargs = wf_transformers.forward_kwargs(model, local, num_valid=num_valid)
+        (model(**kwargs).loss * sp.size).backward()
+        return gradients(model)
+
+    assert_mean_gradients(run_threads(2, rank), gradients(reference))
+
+
+def test_an_early_liger_that_shifts_labels_itself_is_refused() -> None:
+    model = build_llama(unchanged)
+    model.forward = MethodType(early_lce_forward, model)
+    with pytest.raises(NotImplementedError, match="the forward of LlamaForCausalLM is its own"):
+        refuse_custom_loss(model)
 
 
 @pytest.mark.parametrize(

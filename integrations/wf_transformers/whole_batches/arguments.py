@@ -82,6 +82,15 @@ def logits_of(model: nn.Module, output: Any, rows: int) -> Tensor:
     return logits
 
 
+def refuse_other_rows(logits: Tensor, rows: int) -> None:
+    """Refuse logits of the output embeddings, for a loss of the model's own, of other rows."""
+    if logits.dim() < 3 or logits.shape[1] != rows:
+        raise NotImplementedError(
+            f"the output embeddings gave {tuple(logits.shape)}, not a row for each of the "
+            f"{rows} tokens of this rank, beside a loss of the model's own; {CUSTOM_LOOP}"
+        )
+
+
 def unknown_labels(model: nn.Module) -> str:
     return (
         f"{type(model).__name__} was called with labels, and is none of transformers' causal or "

@@ -27,5 +27,7 @@ class Call:
     and the caller did not ask for that."""
     fused_head: bool
     """Whether the model returns no logits, but values for every token of the labels."""
+    fused_loss: bool
+    """Whether the model returns no logits, but the sum of the losses of this rank's tokens."""
     custom_loss: bool
     """Whether the model computes the loss itself, from the labels and logits of all ranks."""

@@ -6,10 +6,13 @@ logits and labels what one device computes.
 Also models without logits: trainers of TRL put a fused LM head on a model (`add_fused_lm_head` of
 TRL 1.16). With `fused_lm_head=True` its forward returns values for every token (log_probs, entropy
 and others) of the labels, or of `shift_labels`, which are already shifted.
+
+And models whose forward Liger's kernels replaced: from labels they make a loss and no logits.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import getsource, signature, unwrap
@@ -21,9 +24,14 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from wf_transformers.attention.documents import MASK_ARGUMENTS
 from wf_transformers.calls import TOKENS
+from wf_transformers.families.experts import wants_router_loss
 from wf_transformers.models import outermost, transformers_classes
 
+LOG = logging.getLogger(__name__)
 PLAIN_LOSSES = (ForCausalLMLoss, ForMaskedLMLoss)
+LIGER = "liger_kernel."
+SKIP_LOGITS = "skip_logits"
+"""Argument of Liger's forwards."""
 PLAIN_FORWARDS = ("transformers.", "peft.", "colossalai.")
 """Packages whose forwards use labels only in `loss_function` or cross entropy."""
 FUSED = "fused_lm_head"
@@ -42,11 +50,9 @@ def custom_loss_reason(model: nn.Module, arguments: Mapping[str, Any]) -> str | 
 
 def custom_loss_reason_of(model: nn.Module) -> str | None:
     """As text, why the loss of `model` is not plain cross entropy; None if it is."""
-    if not has_fused_head(model):
-        forward = getattr(unwrap(model.forward), "__func__", unwrap(model.forward))
-        forward = forward.func if isinstance(forward, partial) else forward
-        if not str(getattr(forward, "__module__", "")).startswith(PLAIN_FORWARDS):
-            return f"the forward of {type(model).__name__} is its own"
+    fused = has_fused_head(model) or has_fused_loss(model)
+    if not fused and not _is_from(PLAIN_FORWARDS, model):
+        return f"the forward of {type(model).__name__} is its own"
     for inner in outermost(model):
         function = _loss_function(inner)
         if function not in PLAIN_LOSSES:
@@ -55,6 +61,45 @@ def custom_loss_reason_of(model: nn.Module) -> str | None:
         if inner is not model and (reason := custom_loss_reason_of(inner)) is not None:
             return reason
     return None
+
+
+def forward_of(model: nn.Module) -> Any:
+    """The function that the model's forward is, without wrappers."""
+    forward = getattr(unwrap(model.forward), "__func__", unwrap(model.forward))
+    return forward.func if isinstance(forward, partial) else forward
+
+
+def _is_from(packages: str | tuple[str, ...], model: nn.Module) -> bool:
+    """Whether the model's forward is a function of one of the packages."""
+    return str(getattr(forward_of(model), "__module__", "")).startswith(packages)
+
+
+def has_fused_loss(model: nn.Module) -> bool:
+    """Whether Liger's kernels make the loss of labels, and no logits, also of labels that are
+    shifted already (early versions shift them once more)."""
+    return _is_from(LIGER, model) and "shift_labels" in getsource(forward_of(model))
+
+
+def fuses_loss(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Whether labels give a loss without logits, to which no router adds its own."""
+    inner = outermost(model)
+    return all(has_fused_loss(x) and not wants_router_loss(x, arguments) for x in inner)
+
+
+def fused_loss_arguments(labels: Tensor) -> dict[str, Any]:
+    """For a model of `has_fused_loss`: makes it return the sum of the losses of shifted labels."""
+    return {"labels": labels, "shift_labels": labels, NUM_ITEMS: 1, SKIP_LOGITS: True}
+
+
+def warned_about_padding(batch: Mapping[str, Any]) -> bool:
+    """Whether a custom loss gets logits of padding, of which this warns."""
+    mask = batch.get("attention_mask")
+    if is_padded := isinstance(mask, Tensor) and not bool(mask.all()):
+        LOG.warning(
+            "this model computes a loss of its own, and logits at padding differ from those of "
+            "one device: ignore them in the loss, as cross entropy does by labels of -100"
+        )
+    return is_padded
 
 
 def _loss_function(model: nn.Module) -> Any:

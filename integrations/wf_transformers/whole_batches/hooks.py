@@ -8,7 +8,6 @@ training with labels only if `whole_logits=True`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -35,6 +34,7 @@ from wf_transformers.whole_batches.arguments import (
     mask_of_ones,
     refuse_arguments,
     refuse_lost_arguments,
+    refuse_other_rows,
     refuse_overwriting,
     seqlen_of,
     unknown_labels,
@@ -46,18 +46,21 @@ from wf_transformers.whole_batches.call import Call
 from wf_transformers.whole_batches.custom_loss import (
     FUSED,
     INPUTS,
+    SKIP_LOGITS,
     custom_loss_reason,
     divides_by_items,
     fused_fields,
+    fused_loss_arguments,
+    fuses_loss,
     no_head_error,
     output_embeddings,
+    warned_about_padding,
 )
 from wf_transformers.whole_batches.heads import HeadHooks, head_is_over_all_rows
 from wf_transformers.whole_batches.sharded_logits import LocalLogits
 
 WHOLE_LOGITS = "whole_logits"
 GROUP_SIZE = "wallfacer_group_size"  # attribute of the model: ranks that take the same batch
-LOG = logging.getLogger(__name__)
 
 
 class WholeBatchHooks:
@@ -133,41 +136,38 @@ class WholeBatchHooks:
         labelled, fused_head = arguments.get("labels") is not None, bool(arguments.get(FUSED))
         if labelled and self._head == "other":
             raise NotImplementedError(unknown_labels(model))
-        requested = arguments.pop(WHOLE_LOGITS, None)
+        skips = arguments.pop(SKIP_LOGITS, None)
+        requested = arguments.pop(WHOLE_LOGITS, False if skips else None)
         logits_mode = self._logits_mode(requested, model.training, labelled)
         custom_loss = labelled and not fused_head and self._has_custom_loss(model, arguments)
+        is_plain = labelled and not (fused_head or custom_loss or self.handle.averages_tokens)
+        needs_no_logits = self.hides_local_logits and (skips or logits_mode[1])
+        fused_loss = is_plain and needs_no_logits and fuses_loss(model, arguments)
         seqlen = seqlen_of(arguments)
         batch = self._cut_arguments(arguments, seqlen)
         if any(wants_router_loss(inner, arguments) for inner in outermost(model)):
             batch.setdefault("attention_mask", mask_of_ones(batch))
         if custom_loss:
-            self._warn_about_padding(batch)
+            self._warned = self._warned or warned_about_padding(batch)
             arguments["labels"] = self.handle.without_padded_labels(batch)["labels"]
             batch = {key: value for key, value in batch.items() if key in INPUTS}
         others = {k: v for k, v in arguments.items() if k not in batch}
         local = self._shard(batch)
         num_items = None if custom_loss else others.pop("num_items_in_batch", None)
         num_items = num_items if fused_head or self._divides_by_items else None
-        self._call = Call(seqlen, local, num_items, *logits_mode, fused_head, custom_loss)
+        self._call = Call(
+            seqlen, local, num_items, *logits_mode, fused_head, fused_loss, custom_loss
+        )
         self.handle.attention.logits_are_whole, self._head_called = custom_loss, False
         self._noise.enter(model, seqlen_of(local), seqlen)
-        return (), self._model_kwargs(model, others, local)
+        more = fused_loss_arguments(local["labels"]) if fused_loss else {}
+        return (), self._model_kwargs(model, others, local) | more
 
     def _logits_mode(self, asked: bool | None, trains: bool, labelled: bool) -> tuple[bool, bool]:
         """Whether the output gets the logits of the whole batch; whether it hides local logits."""
         whole = self.always_whole or not trains if asked is None else asked
         whole = whole or (self.whole_without_labels and not labelled)
         return whole, self.hides_local_logits and asked is None and not whole
-
-    def _warn_about_padding(self, batch: dict[str, Any]) -> None:
-        """Warn once if a custom loss gets logits of padding."""
-        mask = batch.get("attention_mask")
-        if not self._warned and isinstance(mask, Tensor) and not bool(mask.all()):
-            self._warned = True
-            LOG.warning(
-                "this model computes a loss of its own, and logits at padding differ from those of "
-                "one device: ignore them in the loss, as cross entropy does by labels of -100"
-            )
 
     def _has_custom_loss(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
         """Whether the model must compute the loss of this call itself."""
@@ -199,12 +199,7 @@ class WholeBatchHooks:
         call = self._call
         if call is None or not call.custom_loss:
             return None
-        rows = seqlen_of(call.local)
-        if logits.dim() < 3 or logits.shape[1] != rows:
-            raise NotImplementedError(
-                f"the output embeddings gave {tuple(logits.shape)}, not a row for each of the "
-                f"{rows} tokens of this rank, beside a loss of the model's own; {CUSTOM_LOOP}"
-            )
+        refuse_other_rows(logits, seqlen_of(call.local))
         self._head_called = True
         return self._whole(logits, call).contiguous()  # for losses that call `view`
 
@@ -243,7 +238,8 @@ class WholeBatchHooks:
         if call.fused_head:
             gather, aux_loss = partial(self._whole, call=call), router_loss(model, output)
             return type(output)(**fused_fields(output, call.num_items, gather, aux_loss))
-        logits = logits_of(model, output, seqlen_of(call.local))
+        made = output["loss"] if call.fused_loss else None
+        logits = logits_of(model, output, seqlen_of(call.local)) if made is None else made
         fields = dict(output)
         if call.local.get("labels") is not None:
             fields["loss"] = self._loss(model, logits, call, router_loss(model, output))
@@ -289,9 +285,10 @@ class WholeBatchHooks:
             return self.handle.loss(logits, labels)
         if num_items is None:
             num_items = sp.sum_over_ranks(count_valid(labels))
-        share = token_loss(logits, labels, num_items) * sp.size
+        # a fused loss, in place of logits, is the sum over this rank's tokens
+        share = logits / num_items if call.fused_loss else token_loss(logits, labels, num_items)
         has_labels = torch.as_tensor(num_items, device=share.device) > 0
-        return torch.where(has_labels, share, torch.nan)  # as the mean over nothing
+        return torch.where(has_labels, share * sp.size, torch.nan)  # as the mean over nothing
 
 
 def _is_our_hook(hook: Any) -> bool:
