@@ -30,10 +30,13 @@ from wf_transformers import (
     data_parallel,
     refuse_different,
 )
+from wf_transformers.whole_batches.custom_loss import forward_of
 
 OTHER_PLUGINS: Mapping[str, Any] = MappingProxyType(
     {"torch_ddp": TorchDDPPlugin, "low_level_zero": LowLevelZeroPlugin, "gemini": GeminiPlugin}
 )
+REPLACED_FORWARDS = "colossalai.shardformer.modeling"
+"""The package of the forwards by which HybridParallelPlugin replaces a model's own."""
 
 
 def apply(
@@ -65,7 +68,8 @@ def apply(
     Raises:
         ValueError: for a wrong key or value, an unknown model, or a sequence_parallel_size that
             does not divide the group.
-        NotImplementedError: for "autochunk"; at the model's first call for tensor parallelism.
+        NotImplementedError: for "autochunk"; at the model's first call for a plugin that has split
+            the model or replaced its forward.
     """
     stages, model_options = None, ModelOptions()
     if not isinstance(config, SequenceParallelConfig | Mapping):
@@ -88,17 +92,24 @@ def apply(
     handle, _ = attach_compared(
         model_options, model, sp, attach_model, whole_batches=True, compares=compares
     )
-    handle.hooks(_refuse_tensor_parallelism(model))
+    handle.hooks(_refuse_split_models(model))
     handle.data_parallel_rank, handle.data_parallel_size = data_parallel(sp, group)
     return handle
 
 
-def _refuse_tensor_parallelism(model: nn.Module) -> RemovableHandle:
-    """In the model's first call, refuse weights that a plugin has split: the ranks of a sequence
-    have other tokens. Returns the hook."""
+def _refuse_split_models(model: nn.Module) -> RemovableHandle:
+    """In the model's first call, refuse weights that a plugin has split, since the ranks of a
+    sequence have other tokens, and forwards that it has replaced. Returns the hook."""
 
     def refuse(*_: Any) -> None:
         for name, module in model.named_modules():
+            forward = forward_of(module) if "forward" in vars(module) else None
+            if str(getattr(forward, "__module__", "")).startswith(REPLACED_FORWARDS):
+                raise NotImplementedError(
+                    f"the plugin has replaced the forward of {name or type(module).__name__} by "
+                    f"ColossalAI's {forward.__qualname__}, past wf_colossalai.apply, which is for "
+                    "TorchDDPPlugin, LowLevelZeroPlugin and GeminiPlugin: use WallFacerPlugin"
+                )
             is_parallel = isinstance(module, ParallelModule)
             group = getattr(module, "process_group", None) if is_parallel else None
             if group is not None and group.size() > 1:

@@ -81,6 +81,7 @@ class WallFacerPlugin(HybridParallelPlugin):
         config = SequenceParallelConfig.from_dict(ours)
         options: dict[str, Any] = {"precision": "fp32"} | kwargs
         _check_options(options)
+        parallel_output = options.pop("parallel_output", True)
         _check_world(config.sequence_parallel_size, tp_size, pp_size)
         super().__init__(
             tp_size=tp_size,
@@ -90,6 +91,7 @@ class WallFacerPlugin(HybridParallelPlugin):
             sequence_parallelism_mode="ring_attn",
             **options,
         )
+        self.shard_config.parallel_output = parallel_output  # "ring_attn" has True alone
         self.sp = PlainSequenceParallel(config, self.sp_group)
         """The sequence parallelism of this rank; `plugin.sp.report()` returns the bytes it sent."""
         self.sp.owner = self
@@ -131,10 +133,12 @@ class WallFacerPlugin(HybridParallelPlugin):
         if custom_policy is None:
             self.custom_policy = WallFacerPolicy()
         self.custom_policy.of_plugin = self.handle, self._model_options
+        # The group that ColossalAI names to Lamb, CAME and Adafactor: ZeRO shards over all of it
+        dp_group, self.dp_group = self.dp_group, self.mixed_dp_group
         try:
             boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         finally:
-            self.custom_policy = custom_policy
+            self.custom_policy, self.dp_group = custom_policy, dp_group
         if self.max_norm and any(map(is_customized_distributed_tensor, boosted[0].parameters())):
             raise NotImplementedError(
                 f"max_norm={self.max_norm} with tp_size={self.tp_size} and fused weights (GPT-2): "

@@ -141,6 +141,7 @@ class Handle:
         *,
         shuffle: bool = False,
         seed: int = 1024,
+        distributed_sampler_cls: type[DistributedSampler[Any]] = DistributedSampler,
         **options: Any,
     ) -> DataLoader[Any]:
         """Whole batches of `dataset`, the same for all ranks of a sequence-parallel group.
@@ -148,6 +149,7 @@ class Handle:
         Args:
             dataset: map-style.
             batch_size: samples per sequence-parallel group.
+            distributed_sampler_cls: the sampler's class, such as one that resumes in an epoch.
             options: passed to torch's DataLoader (collate_fn, drop_last, num_workers, ...).
 
         Raises:
@@ -160,7 +162,7 @@ class Handle:
                 f"{problem} here: build a DataLoader that gives part data_parallel_rank of "
                 "data_parallel_size, and cut its batches by shard_batch"
             )
-        sampler: DistributedSampler[Any] = DistributedSampler(
+        sampler = distributed_sampler_cls(
             dataset, self.data_parallel_size, self.data_parallel_rank, shuffle=shuffle, seed=seed
         )
         return DataLoader(dataset, batch_size, sampler=sampler, **options)

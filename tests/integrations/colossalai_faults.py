@@ -6,7 +6,9 @@ What ColossalAI's own ring_attn gets wrong, computed with WallFacer, and errors 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin, TorchDDPPlugin
+from colossalai.nn.optimizer import CAME
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DistributedSampler
 
 import wf_colossalai
 from tests.dense import dense_attention
@@ -237,10 +241,15 @@ def refused(case: Case, folder: Path) -> dict[str, str]:
     policy_of_4 = WallFacerPolicy({"sequence_parallel_size": 4})
     size_of_rank = {"sequence_parallel_size": 4 if dist.get_rank() == 3 else 2}
     other_size = colossalai_plugin("ring_attn", 1, policy_of_4)
+    hybrid = HybridParallelPlugin(tp_size=1, pp_size=1, precision="fp32")
+    applied = build("llama")
+    wf_colossalai.apply(applied, config)
+    _, hybrid_model, _ = boost(applied, hybrid)
     calls: dict[str, Callable[[], Any]] = {
         "other size": lambda: boost(build("llama"), other_size),
         "other batches": lambda: model(**inputs_of_rank),
         "other images": lambda: image_model(**images_of_rank),
+        "hybrid plugin": lambda: hybrid_model(**inputs),
         "world": lambda: WallFacerPlugin(sequence_parallel_size=3),
         "group": lambda: wf_colossalai.apply(build("llama"), {"sequence_parallel_size": 3}),
         "plugin of another size": lambda: WallFacerPlugin(**size_of_rank),
@@ -265,7 +274,10 @@ def loaders(case: Case, folder: Path) -> dict[str, list[list[int]]]:
     samples_by_loader = {}
     for name, source in sources.items():
         for shuffle in (False, True):
-            loader = source.prepare_dataloader(list(range(8)), batch_size=2, shuffle=shuffle)
+            prepare = partial(source.prepare_dataloader, list(range(8)), 2, shuffle=shuffle)
+            resumed = prepare(distributed_sampler_cls=ResumedSampler)
+            loader = prepare()
+            assert list(map(Tensor.tolist, resumed)) == list(map(Tensor.tolist, loader))[1:]
             samples = torch.cat([part for part in loader])
             gathered = [torch.empty_like(samples) for _ in range(dist.get_world_size())]
             dist.all_gather(gathered, samples)
@@ -275,7 +287,8 @@ def loaders(case: Case, folder: Path) -> dict[str, list[list[int]]]:
 
 def whole_logits(case: Case, folder: Path) -> dict[str, Any]:
     """Logits of a rank after model.eval(), and those of all tokens in one process."""
-    _, model, _ = boost(build("llama"), WallFacerPlugin(**case["wallfacer"]))
+    plugin = WallFacerPlugin(**case["wallfacer"], **case.get("options", {}))
+    _, model, _ = boost(build("llama"), plugin)
     inputs, reference = batch("llama", "ragged", 0), build("llama").eval()
     model.eval()
     with torch.no_grad():
@@ -283,6 +296,24 @@ def whole_logits(case: Case, folder: Path) -> dict[str, Any]:
             "gradients": {"logits": model(**copy.deepcopy(inputs)).logits},
             "expected": {"gradients": {"logits": reference(**inputs).logits}},
         }
+
+
+class ResumedSampler(DistributedSampler[Any]):
+    """Gives what is left of an epoch after the first two samples of a rank."""
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(super().__iter__(), 2, None)
+
+
+def sharded_optimizer(case: Case, folder: Path) -> dict[str, Any]:
+    """A step of ColossalAI's CAME, whose states ZeRO shards: the ranks of its group."""
+    model, options = build("llama"), {"zero_stage": 1, "overlap_communication": False}
+    plugin = WallFacerPlugin(**case["wallfacer"], **options, precision="bf16")
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, CAME(model.parameters(), lr=1e-3))
+    booster.backward(model(**batch("llama", "plain", 0)).loss, optimizer)
+    optimizer.step()
+    return {"ranks": optimizer.optim.dp_group.size()}
 
 
 RUNS = {
@@ -299,5 +330,6 @@ RUNS = {
         refused,
         loaders,
         whole_logits,
+        sharded_optimizer,
     )
 }

@@ -36,7 +36,14 @@ RUNS_ON_A_RING = (
     "refused",
     "loaders",
     "whole_logits",
+    "sharded_optimizer",
 )
+WHOLE_TP_LOGITS = {
+    "name": "whole_tp_logits",
+    "run": "whole_logits",
+    "wallfacer": {"sequence_parallel_size": 2, "route": "ring"},
+    "options": {"tp_size": 2, "parallel_output": False},
+}
 DOUBLE_RINGS = {f"inner_{inner}": inner for inner in (2, 4)}
 
 
@@ -47,6 +54,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     cases: list[dict[str, Any]] = [{"name": name, "run": name} | RING for name in RUNS_ON_A_RING]
     ring = {"wallfacer": {"route": "ring"}}
     cases += [{"name": name} | case | ring for name, case in MODEL_TESTS.items()]
+    cases.append(WHOLE_TP_LOGITS)
     return run_cases(cases, 4, folder)
 
 
@@ -123,8 +131,14 @@ def test_labels_of_padding_are_ignored(results: Results) -> None:
     assert labels[:, 22:].tolist() == [[-100, -100]]
 
 
-def test_every_rank_has_the_logits_of_all_tokens_in_evaluation(results: Results) -> None:
-    assert_gradients(results["whole_logits"])
+@pytest.mark.parametrize("name", ["whole_logits", "whole_tp_logits"])
+def test_every_rank_has_the_logits_of_all_tokens_in_evaluation(results: Results, name: str) -> None:
+    assert_gradients(results[name])
+
+
+def test_an_optimizer_of_sharded_states_knows_all_ranks_that_share_them(results: Results) -> None:
+    """Those of a sequence too: Lamb's norms would be of parts, and CAME's shapes would not fit."""
+    assert results["sharded_optimizer"]["ranks"] == 4
 
 
 def test_a_users_model_with_a_policy_of_its_own_is_that_of_one_process(results: Results) -> None:
@@ -145,6 +159,7 @@ def test_ranks_of_a_sequence_read_the_same_samples(results: Results) -> None:
         "other batches": ["input_ids", "prepare_dataloader"],
         "other images": ["the ranks do not agree", "pixel_values", "prepare_dataloader"],
         "other size": ["sequence_parallel_size 4", "sp_size 2"],
+        "hybrid plugin": ["the forward of model by ColossalAI's", "use WallFacerPlugin"],
         "world": ["sequence_parallel_size 3", "4 ranks"],
         "group": ["sequence_parallel_size", "4 ranks", "got 3"],
         "plugin of another size": ["the ranks do not agree", "2 (ranks [0, 1, 2]), 4 (ranks [3])"],
