@@ -41,6 +41,16 @@ GEMMA = {
     "sliding_window": 5,
     "sliding_window_pattern": 2,
 }
+GEMMA4 = {
+    **LLAMA,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 5,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+}
 MLA = {
     "q_lora_rank": 16,
     "kv_lora_rank": 12,
@@ -109,6 +119,12 @@ FAMILIES = {
         reference="eager",
     ),
     "gemma3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", {**LLAMA, **GEMMA}),
+    "gemma4": Family("Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA4),
+    "gemma4_shared_keys": Family(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    ),
     "exaone4": Family(  # three layers of four have a window, and all have the attribute
         "Exaone4ForCausalLM",
         "Exaone4Config",

@@ -127,14 +127,17 @@ class Forwards:
             local["cu_seqlens"] = tuple((0, x, stop) if x else (0, stop) for x in cache.starts)
         return local
 
-    def _logits_to_keep(self, arguments: Mapping[str, Any]) -> dict[str, int]:
+    def _logits_to_keep(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The argument for this rank's rows among the last tokens whose logits are wanted."""
         name = next((name for name in LOGITS_TO_KEEP if name in self.names), None)
         wanted = arguments.get(name) or 0 if name else 0
         if not isinstance(wanted, int):
             raise NotImplementedError(f"{name} must be a number of tokens over ranks")
         self.kept_logits = min(wanted, self.cache.new) or self.cache.new
-        return {name: max(1, size(self._last_tokens()[self.handle.sp.rank]))} if name else {}
+        keep: Any = max(1, size(self._last_tokens()[self.handle.sp.rank]))
+        if getattr(self.model.config.get_text_config(), "num_kv_shared_layers", 0):
+            keep = torch.arange(-keep, 0)  # a number would leave out rows within Gemma 4's layers
+        return {name: keep} if name else {}
 
     def _last_tokens(self) -> list[Any]:
         """The layout of the last tokens of the prompt, whose logits are wanted."""
