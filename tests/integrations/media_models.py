@@ -61,7 +61,45 @@ def pixtral() -> Any:
     return tf.LlavaForConditionalGeneration(config)
 
 
+def mistral3() -> Any:
+    """Pixtral's encoder, and one token for 2 x 2 patches."""
+    config = tf.Mistral3Config(
+        text_config=tf.MistralConfig(**SMALL, **HEADS),
+        vision_config=tf.PixtralVisionConfig(
+            **CLIP | {"patch_size": 2}, hidden_size=16, intermediate_size=24
+        ),
+        image_token_index=IMAGE,
+        vision_feature_layer=-1,
+        spatial_merge_size=2,
+    )
+    return tf.Mistral3ForConditionalGeneration(config)
+
+
+def internvl() -> Any:
+    """One token for 2 x 2 patches of a tile."""
+    vision = {**CLIP, "image_size": [8, 8], "patch_size": [2, 2], "hidden_size": 16}
+    config = tf.InternVLConfig(
+        text_config=tf.LlamaConfig(**SMALL, **HEADS),
+        vision_config=vision | {"intermediate_size": 24},
+        image_token_id=IMAGE,
+    )
+    return tf.InternVLForConditionalGeneration(config)
+
+
+def voxtral() -> Any:
+    """4 tokens for a sound of 16 frames, of 2 features each."""
+    audio = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    audio |= {"num_hidden_layers": 2, "num_mel_bins": 3, "max_source_positions": 8}
+    config = tf.VoxtralConfig(
+        text_config={"model_type": "llama", **SMALL, **HEADS},
+        audio_config={"model_type": "voxtral_encoder", **audio},
+        audio_token_id=IMAGE,
+    )
+    return tf.VoxtralForConditionalGeneration(config)
+
+
 MODELS = {"qwen2_vl": qwen2_vl, "qwen2_5_vl": qwen2_5_vl, "llava": llava, "pixtral": pixtral}
+MODELS["mistral3"] = mistral3
 
 
 def qwen3_vl() -> Any:
@@ -101,7 +139,7 @@ def qwen3_5() -> Any:
 
 
 if hasattr(tf, "Qwen3VLConfig"):  # transformers 5
-    MODELS["qwen3_vl"] = qwen3_vl
+    MODELS |= {"qwen3_vl": qwen3_vl, "internvl": internvl, "voxtral": voxtral}
 if hasattr(tf, "Qwen3_5Config"):
     MODELS["qwen3_5"] = qwen3_5
 
@@ -176,7 +214,22 @@ def pixtral_batch() -> dict[str, Any]:
     return media | padded(samples)
 
 
-BATCHES = {"llava": llava_batch, "pixtral": pixtral_batch}
+def mistral3_batch() -> dict[str, Any]:
+    """Two samples, of 3 and 1 images; transformers 5 fails for a single image of one token."""
+    sizes = [(4, 8), (8, 4), (8, 8), (4, 8)]  # 2, 2, 4 and 2 tokens
+    samples = [[3, *[IMAGE] * 2, 7, *[IMAGE] * 2, 8, *[IMAGE] * 4], [4, *[IMAGE] * 2]]
+    media = {"pixel_values": random_normal(4, 3, 8, 8), "image_sizes": torch.tensor(sizes)}
+    return media | padded(samples)
+
+
+def voxtral_batch() -> dict[str, Any]:
+    """Two samples, of 3 and 1 sounds."""
+    sounds = {"input_features": random_normal(4, 3, 16)}
+    return {k: x for k, x in llava_batch().items() if k != "pixel_values"} | sounds
+
+
+BATCHES = {"llava": llava_batch, "pixtral": pixtral_batch, "mistral3": mistral3_batch}
+BATCHES |= {"internvl": llava_batch, "voxtral": voxtral_batch}
 
 
 def padded(samples: list[list[int]]) -> dict[str, Any]:

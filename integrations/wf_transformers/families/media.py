@@ -29,7 +29,13 @@ FEATURE_ROWS = "media_rows"
 ROPE = "rope_positions"
 TIMES, TYPES = "second_per_grid_ts", "mm_token_type_ids"
 """Arguments for positions only: of videos, and of tokens (0 text, 1 image, 2 video)."""
-ENCODED = ("image_hidden_states", "image_outputs", "video_outputs")  # of a model: features
+MERGED = "spatial_merge_size"  # of configs: the side in patches of what becomes one feature
+ENCODED = (
+    "image_hidden_states",
+    "image_outputs",
+    "video_outputs",
+    "audio_outputs",
+)  # of a model: features
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,9 @@ VIDEOS = Modality("pixel_values_videos", "video_token_id", "get_video_features",
 QWEN = Media((IMAGES, VIDEOS), ("visual",), rope=True)
 PICTURES = Modality("pixel_values", "image_token_index", "get_image_features", sizes="image_sizes")
 LLAVA = Media((PICTURES,), ("vision_tower", "multi_modal_projector"))
+TILES = Modality("pixel_values", "image_token_id", "get_image_features")
+TILED = Media((TILES,), ("vision_tower", "multi_modal_projector"))
+SOUNDS = Modality("input_features", "audio_token_id", "get_audio_features")
 TABLE: Mapping[str, Media] = MappingProxyType(
     {
         "Qwen2VLForConditionalGeneration": QWEN,
@@ -75,6 +84,11 @@ TABLE: Mapping[str, Media] = MappingProxyType(
         "Qwen3_5ForConditionalGeneration": QWEN,
         "Qwen3_5MoeForConditionalGeneration": QWEN,
         "LlavaForConditionalGeneration": LLAVA,
+        "Mistral3ForConditionalGeneration": LLAVA,
+        "InternVLForConditionalGeneration": TILED,
+        "VoxtralForConditionalGeneration": Media(
+            (SOUNDS,), ("audio_tower", "multi_modal_projector")
+        ),
     }
 )
 
@@ -245,14 +259,14 @@ def _sizes(
         ValueError: if `tokens`, which stand for features, are more or fewer than these.
     """
     if modality.sizes is not None and modality.sizes in media:
-        patch = model.config.vision_config.patch_size
-        features = (media[modality.sizes] // patch).prod(dim=1).tolist()
+        side = model.config.vision_config.patch_size * getattr(model.config, MERGED, 1)
+        features = (media[modality.sizes] // side).prod(dim=1).tolist()
         patches = [1] * len(features)
     elif modality.grid is None:
         count = len(media[modality.values])
         patches, features = [1] * count, [tokens // count] * count
     else:
-        patches_per_feature = model.config.vision_config.spatial_merge_size**2
+        patches_per_feature = getattr(model.config.vision_config, MERGED) ** 2
         patches = media[modality.grid].prod(dim=1).tolist()
         features = [count // patches_per_feature for count in patches]
     if sum(features) != tokens:

@@ -71,6 +71,9 @@ class _FeatureSelection:
             return features
         if isinstance(features, Tensor):
             return self._select(features)
+        if isinstance(features.pooler_output, Tensor):  # (media, features of each, width)
+            features.pooler_output = self._select(features.pooler_output)
+            return features
         rows = self.pending.pop(0)
         features.pooler_output = (torch.cat(list(features.pooler_output))[rows],)
         deepstack = features.get("deepstack_features") or ()  # Qwen3-VL: of some encoder layers
