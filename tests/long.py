@@ -79,6 +79,7 @@ LONG: dict[str, str] = {
     "tests/dsp/test_video_dit.py": r"published|exact\[(dsp, stages repeated|ring)",
     "tests/gpu/test_cudnn.py": r"on_cudnn_is_exact\[(documents|full|window)|all_tiles.*full",
     "tests/integrations/test_families.py": TWO,
+    "tests/integrations/test_rope.py": TWO,
     "tests/integrations/test_generation.py": TWO,
     "tests/integrations/test_generation_media.py": r"(2-zigzag-padded|4-contiguous-full)\]",
     "tests/integrations/test_stacks.py": rf"{TWO}|\[(mbart|mt5|umt5)",

@@ -14,8 +14,8 @@ from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_backends.dsp import DynamicSequenceParallel, Mode, Stages, receivers, spread
 from wf_transformers.attention.documents import MASK_ARGUMENTS, mask_arguments
-from wf_transformers.attention.function import refuse_unsupported
-from wf_transformers.attention.positions import agree_on_longest_position, offset_positions
+from wf_transformers.attention.positions import correct_positions
+from wf_transformers.attention.refused import refuse_unsupported
 from wf_transformers.attention.registry import register_free, registered_for
 from wf_transformers.calls import (
     NOT_LOCAL,
@@ -117,8 +117,9 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
         NotImplementedError: as `apply`.
     """
     spread_mixers(model, handle)
+    if not stacks_of(model):
+        correct_positions(model, handle)
     if handle.sp.size > 1:
-        agree_on_longest_position(model, handle)
         refuse_unspreadable(model)
         check_tensor_parallel(model, handle)
     warn_about_windows(model)
@@ -127,8 +128,6 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
         for name, value in attributes.items():
             handle.set(module, name, value)
     cut_inside(model, handle)
-    if not stacks_of(model):
-        offset_positions(model, handle)
     if handle.sp.size > 1 and not stacks_of(model):
         _seed_by_rank(model, handle)
     if has_router_loss(model) and not stacks_of(model):

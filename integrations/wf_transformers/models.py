@@ -166,19 +166,12 @@ def warn_about_windows(model: PreTrainedModel) -> None:
 
 def refuse_varying_rope(module: nn.Module) -> None:
     """Refuse rotary frequencies that depend on the largest position in a call, where ranks do not
-    agree on it, and queries that are scaled by positions which a layer counts in its own rows
-    (Llama 4's, where it has no rotary).
+    agree on it.
 
     Raises:
         NotImplementedError: naming the model or layer and the option.
     """
     name, config = type(module).__name__, getattr(module, "config", None)
-    has_rope = getattr(config, "no_rope_layers", None) or ()  # 0: the layer has none
-    if getattr(config, "attn_temperature_tuning", False) and not all(has_rope):
-        raise NotImplementedError(
-            f"{name} has attn_temperature_tuning: beyond floor_scale tokens its queries are scaled "
-            "by positions that every rank would count from 0; set it to False in the config"
-        )
     rope_type = varying_rope(config)
     if rope_type is not None and AGREED not in vars(module):
         raise NotImplementedError(

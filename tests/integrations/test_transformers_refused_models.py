@@ -152,9 +152,6 @@ def test_attach_warns_that_only_some_layers_of_qwen2_have_a_window() -> None:
         wf_transformers.attach(model, SequenceParallel(SequenceParallelConfig())).remove()
 
 
-TINY_LLAMA4 = {"hidden_size": 8, "intermediate_size": 8, "intermediate_size_mlp": 8, "head_dim": 4}
-TINY_LLAMA4 |= {"num_hidden_layers": 2, "no_rope_layers": [1, 0]}
-TINY_LLAMA4 |= {"vocab_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 4.0}
 """Frequencies that follow from the length of the sequence."""
 
@@ -168,17 +165,6 @@ def test_rotary_frequencies_that_depend_on_the_length_are_refused_without_apply(
             forward_kwargs(model, sp)
 
     run_registered(2, rank)
-
-
-def test_queries_that_a_layer_scales_by_its_own_count_of_positions_are_refused() -> None:
-    """Llama 4 scales them beyond floor_scale tokens, which a short comparison does not reach."""
-    model = tf.Llama4ForCausalLM(tf.Llama4TextConfig(**TINY_LLAMA4))
-
-    def rank(comm: Any) -> None:
-        with pytest.raises(NotImplementedError, match="attn_temperature_tuning: beyond"):
-            wf_transformers.attach(model, sequence_parallel(comm))
-
-    run_threads(2, rank)
 
 
 def test_one_rank_may_have_rotary_frequencies_that_depend_on_the_length() -> None:

@@ -16,20 +16,10 @@ from wf_backends._compile import eager
 from wf_backends.comm import Shared
 from wf_backends.schedule import SLICE_ARGUMENTS
 from wf_transformers.attention.documents import Documents, by_sample
+from wf_transformers.attention.llama4 import chunk_borders, scaled_by_position
 from wf_transformers.attention.masks import MaskCheck, padding_of
-from wf_transformers.calls import ON_ONE_PROCESS
+from wf_transformers.attention.refused import IN_STACK, refuse_layer, refuse_window
 from wf_transformers.models import refuse_varying_rope
-
-# Keyword arguments of attention layers that no kernel of ours supports.
-UNSUPPORTED: Mapping[str, str] = MappingProxyType(
-    {
-        "head_mask": "head masks",
-        "layer_head_mask": "head masks",
-        "output_attentions": "output_attentions=True: attention weights are never formed",
-        "encoder_hidden_states": "cross attention",
-        "past_key_value": "a KV cache",
-    }
-)
 
 SCORE_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -43,8 +33,6 @@ SCORE_OPTIONS: Mapping[str, str] = MappingProxyType(
 """Keyword arguments of layers about their scores -> parameters of `SequenceParallel.attention`."""
 
 Window = int | tuple[int, int] | None
-IN_STACK = "wallfacer_stack"
-"""Attribute of layers in models that are cut inside: "self" or "cross". Their masks cover all S."""
 TWO_SIDED = ("ModernBertAttention",)
 """Layers of transformers 5 in which a window w shows w - 1 tokens on each side of a row."""
 
@@ -114,10 +102,12 @@ class Attention(Shared):
         unreliable = attention_mask is not None or query.shape[2] == 1
         causal = _is_causal(module, is_causal if is_causal or not unreliable else None)
         window = _window(module, sliding_window, causal)
+        query = scaled_by_position(self, module, query, kwargs)
         q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
         options = {ours: kwargs.get(theirs) for theirs, ours in SCORE_OPTIONS.items()}
         options = {name: value for name, value in options.items() if value is not None}
         options |= self._mask_kwargs(module, attention_mask, causal, window, kwargs)
+        options |= chunk_borders(self, module, q.shape[1], options)
         options["softmax_scale"] = _scale(module, scaling, query.shape[-1])
         dropout_p = dropout if self.drops else 0.0
         return self._attend(module, q, k, v, **options, dropout_p=dropout_p), None
@@ -126,7 +116,7 @@ class Attention(Shared):
         self, module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]
     ) -> None:
         """Refuse arguments that WallFacer does not support, and rows that were not cut."""
-        _refuse_layer(module, query, key, kwargs)
+        refuse_layer(module, query, key, kwargs)
         if self.sp.size > 1:
             refuse_varying_rope(module)
             self.documents.check_rows(type(module).__name__, query.shape[2])
@@ -147,7 +137,7 @@ class Attention(Shared):
             self._check_mask(mask, causal, _mask_window(module, window))
             documents = self.documents.current(kwargs)
             if SLICE_ARGUMENTS[0] in documents:
-                _refuse_window(module, window)
+                refuse_window(module, window)
                 return {**documents}
             window = window or (-1, -1)
             borders = by_sample(documents)
@@ -217,40 +207,6 @@ def _wants_weights(module: nn.Module, caller: FrameType) -> bool:
     return variables.get("self") is module and bool(variables["output_attentions"])
 
 
-def refuse_unsupported(layer: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments of an attention layer that no kernel of ours supports.
-
-    Raises:
-        NotImplementedError: naming the layer and what it asks for.
-    """
-    for name, feature in UNSUPPORTED.items():
-        if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise NotImplementedError(f"{layer} asks for {feature}, which WallFacer lacks")
-
-
-def _refuse_layer(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> None:
-    layer, config = type(module).__name__, getattr(module, "config", None)
-    refuse_unsupported(layer, kwargs)
-    bias = kwargs.get("position_bias")
-    if bias is not None and bias.dim() != 2:
-        raise NotImplementedError(f"{layer} asks for an attention bias, which WallFacer lacks")
-    if kwargs.get("cu_seq_lens_q") is not None:
-        raise ValueError(
-            "cu_seq_lens_q are not used here: pass cu_seqlens, global and as host integers"
-        )
-    if getattr(config, "output_attentions", False):
-        raise NotImplementedError(f"{layer} asks for {UNSUPPORTED['output_attentions']}")
-    if getattr(config, "attention_chunk_size", None) is not None:
-        raise NotImplementedError(f"{layer} asks for chunked attention, which WallFacer lacks")
-    if getattr(module, "is_cross_attention", False):
-        raise NotImplementedError(f"{layer} asks for cross attention, which WallFacer lacks here")
-    if query.shape[2] != key.shape[2] and getattr(module, IN_STACK, None) != "cross":
-        raise NotImplementedError(
-            f"{layer} has {query.shape[2]} queries and {key.shape[2]} keys on this rank: a KV "
-            f"cache is not supported; {ON_ONE_PROCESS}"
-        )
-
-
 def _is_causal(module: nn.Module, requested: bool | None) -> bool:
     causal = getattr(module, "is_causal", True) if requested is None else requested
     if not isinstance(causal, bool):
@@ -273,14 +229,6 @@ def _window(
             "attention, which models define in different ways; WallFacer does not guess"
         )
     return None if window is None else (window - 1, -1)
-
-
-def _refuse_window(module: nn.Module, window: tuple[int, int] | None) -> None:
-    if window is not None:
-        raise NotImplementedError(
-            f"{type(module).__name__} has a sliding window {window}, and slices of a mask say all "
-            "that is seen: they hold for every layer, so take a model without windows"
-        )
 
 
 def _mask_window(module: nn.Module, window: tuple[int, int] | None) -> tuple[int, int] | None:

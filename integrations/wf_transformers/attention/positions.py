@@ -12,6 +12,7 @@ from transformers import modeling_rope_utils
 from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_backends.comm import gather_small
+from wf_transformers.attention.llama4 import scale_by_position
 from wf_transformers.calls import by_name
 from wf_transformers.handle import Handle
 from wf_transformers.models import AGREED, varying_rope
@@ -20,7 +21,23 @@ Kwargs = dict[str, Any]
 ROTARY = ("x", "position_ids", "layer_type")  # parameters of transformers' rotary modules
 
 
-def agree_on_longest_position(model: nn.Module, handle: Handle) -> None:
+def correct_positions(model: nn.Module, handle: Handle) -> None:
+    """Hook the position embeddings of RoBERTa-like models and rotary ones; on several ranks let
+    what follows from positions of the whole sequence do so."""
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_inputs_embeds"):
+            hook = partial(_add_padding_offset, handle.sp)
+        elif type(module).__name__ == "PhimoeRotaryEmbedding":
+            hook = partial(_scale_seq_len, handle)
+        else:
+            continue
+        handle.hooks(module.register_forward_pre_hook(hook, with_kwargs=True))
+    if handle.sp.size > 1:
+        _agree_on_longest(model, handle)
+        scale_by_position(model, handle)
+
+
+def _agree_on_longest(model: nn.Module, handle: Handle) -> None:
     """Let rotary frequencies that follow from the longest position of a call (rope_type "dynamic",
     "longrope") follow from that of all ranks, in the modules of transformers that update them."""
     varying = [m for m in model.modules() if varying_rope(getattr(m, "config", None))]
@@ -55,18 +72,6 @@ def _append_longest(sp: SequenceParallel, _: Any, args: Any, kwargs: Kwargs) -> 
 def _drop_longest(_: Any, __: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Drop the cosines and sines (b, s, d) of that token."""
     return tuple(x[..., :-1, :] for x in output)
-
-
-def offset_positions(model: nn.Module, handle: Handle) -> None:
-    """Hook the position embeddings of RoBERTa-like models and the rotary ones of Phi-MoE."""
-    for module in model.modules():
-        if hasattr(module, "create_position_ids_from_inputs_embeds"):
-            hook = partial(_add_padding_offset, handle.sp)
-        elif type(module).__name__ == "PhimoeRotaryEmbedding":
-            hook = partial(_scale_seq_len, handle)
-        else:
-            continue
-        handle.hooks(module.register_forward_pre_hook(hook, with_kwargs=True))
 
 
 def _add_padding_offset(sp: SequenceParallel, module: Any, args: Any, kwargs: Kwargs) -> Any:
