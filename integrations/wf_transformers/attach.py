@@ -244,6 +244,7 @@ def scope_documents(
             no layer called our attention. None: that is no error.
     """
     attention = handle.attention
+    attention.documents.scoped = True
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[Any, Kwargs]:
         attention.documents.push(mask_arguments(kwargs))  # before any error: `leave` always runs

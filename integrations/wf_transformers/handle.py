@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
 from wf_backends import SequenceParallel
-from wf_backends.parallel import IGNORE_INDEX
+from wf_backends.parallel import IGNORE_INDEX, mask_arguments
 from wf_transformers.attention.function import Attention
 from wf_transformers.replace import set_until
 
@@ -92,7 +92,10 @@ class Handle:
             self.compare_first(batch, whole_batches=False)
         batch = self.without_padded_labels(batch)
         with self.advising():
-            return self.sp.shard_batch(batch, pad_token_id, labels_are_shifted)
+            local = self.sp.shard_batch(batch, pad_token_id, labels_are_shifted)
+        documents = self.attention.documents
+        documents.used |= documents.scoped and bool(mask_arguments(local))
+        return local
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """This rank's share of the loss, scaled so that the mean over all ranks is the loss.

@@ -128,6 +128,28 @@ def test_a_failed_forward_leaves_no_documents_behind() -> None:
             model.transformer(IDS, use_cache=False)
 
 
+def test_a_layer_called_without_its_model_must_be_given_the_documents_of_the_batch() -> None:
+    """As a stage of a pipeline calls it. It would attend across documents."""
+    model = build("gpt2", "sdpa", {})
+    sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=1))
+    with wf_transformers.attach(model, sp) as handle:
+        layer, states = model.transformer.h[0], model.transformer.wte(IDS)
+        layer(states)
+        handle.shard_batch(PACKED)
+        with pytest.raises(ValueError, match=OUTSIDE):
+            layer(states)
+
+
+def test_a_plain_batch_may_follow_a_packed_one_where_keywords_alone_tell_documents() -> None:
+    """A registered attention knows no scopes."""
+    sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=1))
+    with wf_transformers.register(sp) as handle:
+        model = build("llama", handle.name, {})
+        for packed in (PACKED, {"input_ids": IDS}):
+            local = handle.shard_batch(packed)
+            model(**wf_transformers.forward_kwargs(model, local))
+
+
 ONE, TWO = {"cu_seqlens": (0, 4)}, {"cu_seqlens": (0, 2, 4)}
 
 

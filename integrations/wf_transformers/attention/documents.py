@@ -17,8 +17,9 @@ MaskKwargs = Mapping[str, Any]
 NO_DOCUMENTS: MaskKwargs = MappingProxyType({})
 
 OUTSIDE = (
-    "this call does not say which documents it has, but earlier calls did. Call the model that "
-    "wf_transformers.apply was given, not a part of it; where you checkpoint layers "
+    "this call does not say which documents it has, but the batch or earlier calls did. Call the "
+    "model that wf_transformers.apply was given, not a part of it, or give its layers the batch's "
+    "cu_seqlens, as a tuple; where you checkpoint layers "
     "with a context_fn of your own, enter the contexts of handle.checkpoint_kwargs['context_fn']() "
     "too, so that recomputed layers find their documents"
 )
@@ -55,7 +56,9 @@ class Documents:
     def __init__(self) -> None:
         self._scopes: list[Scope] = []
         self.used = False
-        """Whether any call so far had documents or slices."""
+        """Whether any call or batch so far had documents or slices."""
+        self.scoped = False
+        """Whether every forward of the attached model pushes a scope."""
 
     def __deepcopy__(self, _: Any) -> Documents:
         """A copy of a model has its hooks, and so its documents."""
@@ -111,7 +114,8 @@ class Documents:
         """Documents or slices of one attention call: from its keyword arguments, else its scope.
 
         Raises:
-            ValueError: if earlier calls had documents, and this call is in no scope and has none.
+            ValueError: if a batch or earlier calls had documents, and this call is in no scope and
+                has none.
         """
         if any(key in kwargs for key in MASK_ARGUMENTS):
             return mask_arguments(kwargs)
