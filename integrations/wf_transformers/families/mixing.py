@@ -41,9 +41,11 @@ CACHE_NAMES = (*CACHES, "past_key_value", "cache_params")
 MIXING_SUFFIXES = {
     "Indexer": "an indexer, which chooses the keys of each query by their scores",
     "Compressor": "a compressor, which makes one key of several tokens",
+    "LightningAttention": "linear attention, a recurrence over tokens",
 }
-"""Suffix of a class name -> description: parts of sparse attention (DeepSeek V3.2 and V4, GLM-5).
-`verify` misses them: they have no effect on sequences shorter than the number of chosen keys."""
+"""Suffix of a class name -> description: parts of sparse attention (DeepSeek V3.2 and V4, GLM-5),
+which `verify` misses, since they have no effect on sequences shorter than the number of chosen
+keys; and layers of MiniMax-01."""
 
 
 def refuse_unspreadable(model: PreTrainedModel) -> None:
