@@ -103,7 +103,7 @@ def _refuse_split_models(model: nn.Module) -> RemovableHandle:
 
     def refuse(*_: Any) -> None:
         for name, module in model.named_modules():
-            forward = forward_of(module) if "forward" in vars(module) else None
+            forward: Any = forward_of(module) if "forward" in vars(module) else None
             if str(getattr(forward, "__module__", "")).startswith(REPLACED_FORWARDS):
                 raise NotImplementedError(
                     f"the plugin has replaced the forward of {name or type(module).__name__} by "

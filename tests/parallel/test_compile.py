@@ -44,3 +44,19 @@ def test_model_with_several_eager_functions_is_never_recompiled():
     x = torch.randn(3)
     with torch._dynamo.config.patch(error_on_recompile=True):
         torch.testing.assert_close(torch.compile(model, backend="eager")(x), model(x))
+
+
+def test_a_compiled_step_does_not_trace_the_backward():
+    """torch traces Python that a backward calls in a compiled step, and fails at its messages."""
+
+    def step(layer, x):
+        layer(x).square().sum().backward()
+        return layer.proj.weight.grad
+
+    sp = SequenceParallel(SequenceParallelConfig(), World(1).comm(0))
+    layer, x = AttentionLayer(sp), torch.randn(1, 6, 8, dtype=torch.float64)
+    expected = step(layer, x).clone()
+    layer.zero_grad()
+    counter = CompileCounterWithBackend("eager")
+    torch.testing.assert_close(torch.compile(step, backend=counter)(layer, x), expected)
+    assert counter.frame_count == 3, "before the attention, after it, and after the backward"

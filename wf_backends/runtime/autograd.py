@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends._compile import refuse_transforms
+from wf_backends._compile import eager, refuse_transforms
 
 Backward = Callable[..., Any]
 Move = Callable[[Tensor, str], Tensor]  # (tensor, label of its messages) -> tensor
@@ -45,7 +45,7 @@ def first_order_only(backward: Backward) -> Backward:
             refuse_transforms("a backward", "take one gradient after the other", gradient=grad)
         return backward(ctx, *grads)
 
-    return checked_backward
+    return eager(checked_backward)  # torch would trace it in a compiled step that calls backward()
 
 
 class _Move(torch.autograd.Function):

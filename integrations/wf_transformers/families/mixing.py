@@ -183,14 +183,15 @@ class SpreadMixer:
         features, local = self.row.project(self.layer, hidden_states)
         by_rank, by_feature = self._feature_orders(features.device)
         sends = features[..., by_rank].unflatten(-1, (self.exchange.sp.size, -1))
-        state, kept = None, {}
+        kept: Kwargs = {}
         if cache is not None:
-            state, mask = cache.start(self.layer), cache.padding_mask(features.device)
+            mask = cache.padding_mask(features.device)
             self._check_padding(hidden_states, mask)
-            kept = {key: state.cache, "attention_mask": mask}
+            kept = {key: cache.start(self.layer).cache, "attention_mask": mask}
         y, others = self._run(self.exchange.gather(sends, borders), borders, kept)
-        if state is not None:
-            state.keep(self.exchange.sp, self._shares(features.device), cache.new)
+        if cache is not None:
+            shares = self._shares(features.device)
+            cache.by_module[self.layer].keep(self.exchange.sp, shares, cache.new)
         y = self.exchange.bring_back(y, borders).flatten(2)[..., by_feature]
         result = self.row.finish(self.layer, y, local)
         return (result, *others) if others else result

@@ -32,9 +32,9 @@ class LayerState:
     """
 
     def __init__(self, layer: Any) -> None:
-        self.length = 0
-        self._own: Any = cache_utils.LinearAttentionLayer()  # pyright: ignore[reportAttributeAccessIssue]
-        self.cache = cache_utils.Cache(layers=[self._own] * (layer.layer_idx + 1))
+        utils: Any = cache_utils  # transformers 4 has no such layers
+        self.length, self._own = 0, utils.LinearAttentionLayer()
+        self.cache = utils.Cache(layers=[self._own] * (layer.layer_idx + 1))
 
     @property
     def nbytes(self) -> int:
