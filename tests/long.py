@@ -104,6 +104,7 @@ LONG: dict[str, str] = {
     "tests/cost/test_exact_cost.py": r"those_of_the_programs\[[68]",
     "tests/cli/test_plan.py": r"part_of_many_ranks|through_a_pipe|documents\[32|columns\[more2",
     "tests/cli/test_bench.py": "writes_a_trace",
+    "tests/cli/test_verify.py": r"first_layers.*\[False",
     "tests/cli/test_chunk.py": r"a_large_model_under_a_budget|longest_sequence_within|"
     r"model_itself\[(bart|gpt2)|several_parts\[t5",
     "tests/schedule/test_documents.py": r"are_cut\[64",
