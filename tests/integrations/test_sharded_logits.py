@@ -147,7 +147,7 @@ def test_losses_values_and_gradients_are_those_of_one_device(name: str, size: in
     assert_mean_gradients(rank_gradients, gradients(reference), 1e-9, absolute=0.0)
 
 
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCAB}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": SEQLEN, "vocab_size": VOCAB}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 OPT = {**SIZES, "ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32}
 OPT |= {"dropout": 0.0}
