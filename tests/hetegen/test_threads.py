@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.hetegen.models import MLP, MLP_RESIDENT, MLP_SPLIT, fast_device
 from wf_backends.hetegen import ShapedDevice, dispatch_model
@@ -212,3 +213,26 @@ def test_calls_of_linears_during_remove_are_exact_or_refused_and_restart_no_lane
         thread.join(TIMEOUT)
         assert set(threading.enumerate()) <= threads_before
     assert not errors
+
+
+def test_remove_frees_a_bias_after_the_call_that_adds_it() -> None:
+    """Freed memory is overwritten: the first outputs were wrong."""
+    model, reference, x, device = MLP(), MLP(), torch.randn(2, 64), fast_device()
+    handle = dispatch_model(model, MLP_SPLIT, device)
+    removing, bytes_at_add = list[threading.Thread](), list[int]()
+
+    class RemoveBeforeAdd(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: object, types: object, args: tuple = (), kwargs: dict | None = None
+        ) -> object:
+            if func is torch.ops.aten.add_.Tensor:
+                removing.append(start(handle.remove))
+                removing[0].join(0.3)
+                bytes_at_add.append(device.bytes)
+            return func(*args, **kwargs or {})  # type: ignore[operator]
+
+    with torch.no_grad(), RemoveBeforeAdd():
+        outputs = model.layers[0](x)
+    join(removing)
+    assert bytes_at_add == [handle.plan.accelerator_bytes] and device.bytes == 0
+    torch.testing.assert_close(outputs, reference.layers[0](x), rtol=0, atol=1e-5)

@@ -145,7 +145,7 @@ class Runner(Uncopyable):
             computed = [e for e, job in zip(events, jobs, strict=True) if job.lane != "link"]
             end = self._device.wait(computed)
             self.record.add_call(phase, begins_pass, start, end)
-        return out if bias is None else out.add_(bias)
+            return out if bias is None else out.add_(bias)  # `remove` frees the bias
 
     def _begins_pass(self, index: int) -> bool:
         """Whether a call of linear `index` is the first of a module's call; outside of any module's
