@@ -60,8 +60,14 @@ class RowAttention(nn.Module):
 
     def forward(self, x: Tensor, pair: Tensor) -> Tensor:
         """x: (B, rows, N, C), out: the same; pair: (B, N, N, C of the pairs)."""
-        bias = self.bias(self.pair_norm(pair)).permute(0, 3, 1, 2).unsqueeze(1)
-        return self.attention(self.norm(x), bias)
+        return self.attend(x, self.pair_bias(pair))
+
+    def pair_bias(self, pair: Tensor) -> Tensor:
+        """(B, N, N, heads) from (B, N, N, C of the pairs)."""
+        return self.bias(self.pair_norm(pair))
+
+    def attend(self, x: Tensor, bias: Tensor) -> Tensor:
+        return self.attention(self.norm(x), bias.permute(0, 3, 1, 2).unsqueeze(1))
 
 
 class ColumnAttention(nn.Module):
@@ -100,9 +106,16 @@ class OuterProductMean(nn.Module):
 
     def forward(self, msa: Tensor) -> Tensor:
         """(B, S, N, C) to (B, N, N, C of the pairs)."""
+        return self.product(*self.factors(msa))
+
+    def factors(self, msa: Tensor) -> tuple[Tensor, Tensor]:
+        """Of rows and of columns of the pairs, (B, S, N, hidden) each."""
         x = self.norm(msa)
-        outer = torch.einsum("bsic,bsjd->bijcd", self.left(x), self.right(x))
-        return self.out(outer.flatten(-2) / msa.shape[1])
+        return self.left(x), self.right(x)
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        outer = torch.einsum("bsic,bsjd->bijcd", left, right)
+        return self.out(outer.flatten(-2) / left.shape[1])
 
 
 class TriangleUpdate(nn.Module):
@@ -121,10 +134,15 @@ class TriangleUpdate(nn.Module):
     def forward(self, pair: Tensor) -> Tensor:
         """pair: (B, N, N, C), out: the same."""
         x = self.norm(pair)
+        return self.update(x, torch.einsum(self.equation, *self.edges(x)))
+
+    def edges(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """a and b, (B, N, N, hidden) each, from the normed pairs."""
         a = torch.sigmoid(self.a_gate(x)) * self.a(x)
-        b = torch.sigmoid(self.b_gate(x)) * self.b(x)
-        update = self.out(self.out_norm(torch.einsum(self.equation, a, b)))
-        return torch.sigmoid(self.gate(x)) * update
+        return a, torch.sigmoid(self.b_gate(x)) * self.b(x)
+
+    def update(self, x: Tensor, sums: Tensor) -> Tensor:
+        return torch.sigmoid(self.gate(x)) * self.out(self.out_norm(sums))
 
 
 class EvoformerBlock(nn.Module):

@@ -65,6 +65,27 @@ def test_split_and_gather_have_the_gradients_of_one_device(num_ranks):
     assert run_threads(num_ranks, gradients_are_exact) == [(True, True)] * num_ranks
 
 
+@pytest.mark.parametrize("num_ranks", SIZES)
+def test_what_is_gathered_for_shards_has_the_sum_of_all_ranks_gradients(num_ranks):
+    """Each rank weights the whole tensor in its own way. 6 and 8 ranks: some shards are empty."""
+
+    def error_and_bytes(comm):
+        dsp, whole = DynamicSequenceParallel(comm), whole_tensor((4, 5))
+        held = dsp.split(whole, 1)
+        x = held.tensor.clone().requires_grad_()
+        gathered = dsp.gather_for_shards(Sharded(x, 1, held.sizes), 1)
+        assert torch.equal(gathered, whole)
+        weights = [(rank + whole).sin() for rank in range(comm.size)]
+        (gathered * weights[comm.rank]).sum().backward()
+        error = (x.grad - dsp.split(sum(weights), 1).tensor).abs().sum().item()
+        return error, dict(comm.sent), x.numel() * 8
+
+    for error, sent, num_bytes in run_threads(num_ranks, error_and_bytes):
+        assert error < 1e-12
+        assert sent.get("forward switch", 0) == (num_ranks - 1) * num_bytes
+        assert sent.get("backward switch", 0) == (0 if num_ranks == 1 else 4 * 5 * 8 - num_bytes)
+
+
 def gradients_of_three_layers(split, stage, gather):
     """Gradients of a parameter before the split, of one on shards and of one after the gather."""
     before, on_shards, after = ((i + whole_tensor((3, 3))).requires_grad_() for i in range(3))

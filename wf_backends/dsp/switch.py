@@ -102,7 +102,9 @@ class DynamicSequenceParallel:
 
     @eager
     def gather(self, x: Sharded, dim: int) -> Tensor:
-        """The whole tensor on every rank. Its gradient is cut; the backward sends nothing.
+        """The whole tensor on every rank, which all ranks use alike, as in a loss.
+
+        Its gradient is cut; the backward sends nothing.
 
         Raises:
             ValueError: if x is not sharded along dim, or the ranks do not hold shards of one
@@ -114,6 +116,20 @@ class DynamicSequenceParallel:
         cut = self.comm, ranges_of(x.sizes), dim
         forward, backward = partial(gather_shards, *cut), partial(to_shard, *cut)
         return move(x.tensor, forward, backward, "gather")
+
+    @eager
+    def gather_for_shards(self, x: Sharded, dim: int) -> Tensor:
+        """The whole tensor on every rank, which each rank uses for its shard of another tensor.
+
+        Such as a bias of attention whose rows are sharded. Its gradient is the sum over the ranks
+        (a reduce-scatter): in the backward every rank sends what it received.
+
+        Raises:
+            ValueError: as `gather`.
+        """
+        dim = self._check(x, dim, "dim", "gather")
+        copies = Sharded(x.tensor.expand(self.size, *x.tensor.shape), dim + 1, x.sizes)
+        return self.switch(copies, dim + 1, 0).tensor.squeeze(0)
 
     def _check(self, x: Sharded, dim: int, name: str, what: str) -> int:
         """`dim` counted from the front; refuses an x that is not this rank's shard along `dim`."""
