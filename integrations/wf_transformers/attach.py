@@ -30,8 +30,8 @@ from wf_transformers.calls import (
     tokens_of,
 )
 from wf_transformers.families.experts import RouterLoss, has_router_loss
-from wf_transformers.families.media import language_model, media_of
 from wf_transformers.families.media_features import hook_media
+from wf_transformers.families.media_table import language_model, media_of
 from wf_transformers.families.mixing import mixers_in, refuse_unspreadable, spread_mixers
 from wf_transformers.families.stacks import cut_inside, is_cut_inside, stacks_of
 from wf_transformers.families.table import LATENTS, REFUSED, changes_in, modules_without_registry

@@ -16,7 +16,7 @@ from wf_transformers.attention.documents import mask_arguments
 from wf_transformers.attention.registry import registered_for
 from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
 from wf_transformers.families.experts import ROUTER_MASK, has_router_loss
-from wf_transformers.families.media import language_model, media_modules
+from wf_transformers.families.media_table import language_model, media_modules
 from wf_transformers.families.mixing import refuse_missing_apply, refuse_unspreadable
 from wf_transformers.families.stacks import is_cut_inside
 from wf_transformers.families.table import builds_masks

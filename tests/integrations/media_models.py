@@ -98,8 +98,69 @@ def voxtral() -> Any:
     return tf.VoxtralForConditionalGeneration(config)
 
 
+def llava_next() -> Any:
+    """Tiles of an image of any size, and a token at the end of each row of patches."""
+    config = tf.LlavaNextConfig(**_anyres(), vision_feature_select_strategy="default")
+    return tf.LlavaNextForConditionalGeneration(config)
+
+
+def llava_onevision() -> Any:
+    config = tf.LlavaOnevisionConfig(
+        **_anyres(), video_token_index=VIDEO, vision_feature_select_strategy="full"
+    )
+    config.vision_config = tf.SiglipVisionConfig(
+        **CLIP, hidden_size=16, intermediate_size=24, vision_use_head=False
+    )
+    return tf.LlavaOnevisionForConditionalGeneration(config)
+
+
+def _anyres() -> dict[str, Any]:
+    return {
+        "text_config": tf.LlamaConfig(**SMALL, **HEADS),
+        "vision_config": tf.CLIPVisionConfig(**CLIP, hidden_size=16, intermediate_size=24),
+        "vision_feature_layer": -1,
+        "image_token_index": IMAGE,
+        "image_grid_pinpoints": [[16, 16], [16, 8], [8, 8]],
+    }
+
+
+def aya_vision() -> Any:
+    """One token for 2 x 2 patches of a tile."""
+    vision = {**CLIP, "patch_size": 2, "hidden_size": 16, "intermediate_size": 24}
+    config = tf.AyaVisionConfig(
+        text_config=tf.Cohere2Config(**SMALL, **HEADS, sliding_window=5),
+        vision_config=tf.SiglipVisionConfig(**vision, vision_use_head=False),
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        image_token_index=IMAGE,
+        adapter_intermediate_size=48,
+    )
+    return tf.AyaVisionForConditionalGeneration(config)
+
+
+def idefics3() -> Any:
+    """One token for 2 x 2 patches, of images padded by sample."""
+    return tf.Idefics3ForConditionalGeneration(tf.Idefics3Config(**_shuffled()))
+
+
+def smolvlm() -> Any:
+    return tf.SmolVLMForConditionalGeneration(tf.SmolVLMConfig(**_shuffled()))
+
+
+def _shuffled() -> dict[str, Any]:
+    vision = {**CLIP, "patch_size": 2, "hidden_size": 16, "intermediate_size": 24}
+    text = tf.LlamaConfig(**SMALL, **HEADS, pad_token_id=0)
+    return {
+        "text_config": text,
+        "vision_config": vision,
+        "image_token_id": IMAGE,
+        "scale_factor": 2,
+    }
+
+
 MODELS = {"qwen2_vl": qwen2_vl, "qwen2_5_vl": qwen2_5_vl, "llava": llava, "pixtral": pixtral}
-MODELS["mistral3"] = mistral3
+MODELS |= {"mistral3": mistral3, "llava_next": llava_next, "llava_onevision": llava_onevision}
+MODELS |= {"aya_vision": aya_vision, "idefics3": idefics3, "smolvlm": smolvlm}
 
 
 def qwen3_vl() -> Any:
@@ -117,6 +178,18 @@ def qwen3_vl() -> Any:
         **TOKENS,
     )
     return tf.Qwen3VLForConditionalGeneration(config)
+
+
+def cohere2_vision() -> Any:
+    """One token for 2 x 2 patches of a tile."""
+    vision = {**CLIP, "patch_size": 2, "hidden_size": 16, "intermediate_size": 24}
+    config = tf.Cohere2VisionConfig(
+        text_config=tf.Cohere2Config(**SMALL, **HEADS, sliding_window=5),
+        vision_config=tf.SiglipVisionConfig(**vision, vision_use_head=False),
+        image_token_id=IMAGE,
+        alignment_intermediate_size=48,
+    )
+    return tf.Cohere2VisionForConditionalGeneration(config)
 
 
 def qwen3_5() -> Any:
@@ -140,6 +213,7 @@ def qwen3_5() -> Any:
 
 if hasattr(tf, "Qwen3VLConfig"):  # transformers 5
     MODELS |= {"qwen3_vl": qwen3_vl, "internvl": internvl, "voxtral": voxtral}
+    MODELS["cohere2_vision"] = cohere2_vision
 if hasattr(tf, "Qwen3_5Config"):
     MODELS["qwen3_5"] = qwen3_5
 
@@ -222,6 +296,43 @@ def mistral3_batch() -> dict[str, Any]:
     return media | padded(samples)
 
 
+def llava_next_batch() -> dict[str, Any]:
+    """Two samples, of 2 and 1 images of 16, 14 and 10 tokens: 4 of the whole image, and those of
+    the patches of its tiles that are not padding, with one more at the end of each row."""
+    sizes = torch.tensor([(16, 8), (8, 16), (8, 8)])  # in patches 4 x 2, 2 x 4, 2 x 2
+    samples = [[3, *[IMAGE] * 16, 7, *[IMAGE] * 14], [4, *[IMAGE] * 10]]
+    media = {"pixel_values": random_normal(3, 5, 3, 8, 8), "image_sizes": sizes}
+    return media | padded(samples)
+
+
+def onevision_batch() -> dict[str, Any]:
+    """The same, and a video of two frames, of one token each, with one more at its end."""
+    batch = llava_next_batch()
+    if not hasattr(tf, "LlavaOnevisionModel"):  # transformers 4
+        return batch
+    ids = torch.cat([batch["input_ids"], torch.tensor([[9, 9, 9, 9], [VIDEO] * 3 + [9]])], 1)
+    labels = ids.masked_fill(ids >= START, -100)
+    videos = {"pixel_values_videos": random_normal(1, 2, 3, 8, 8)}
+    return batch | videos | {"input_ids": ids, "labels": labels}
+
+
+def images_of_one_tile_batch() -> dict[str, Any]:
+    """Three images in a sample, of one tile each, and one of tiles in another."""
+    sizes = torch.tensor([(16, 8), (8, 16), (8, 8), (8, 8)])
+    samples = [[3, *[IMAGE] * 5, 7, *[IMAGE] * 5, 7, *[IMAGE] * 5], [4, *[IMAGE] * 10]]
+    media = {"pixel_values": random_normal(4, 5, 3, 8, 8), "image_sizes": sizes}
+    return media | {"batch_num_images": torch.tensor([3, 1])} | padded(samples)
+
+
+def idefics3_batch() -> dict[str, Any]:
+    """Two samples, of 3 and 1 images; an image has a smaller part that is seen."""
+    batch = llava_batch()
+    pixels, seen = torch.zeros(2, 3, 3, 8, 8).double(), torch.ones(2, 3, 8, 8, dtype=torch.bool)
+    pixels[0], pixels[1, 0] = batch["pixel_values"][:3], batch["pixel_values"][3]
+    seen[0, 1, 4:] = False
+    return batch | {"pixel_values": pixels, "pixel_attention_mask": seen}
+
+
 def voxtral_batch() -> dict[str, Any]:
     """Two samples, of 3 and 1 sounds."""
     sounds = {"input_features": random_normal(4, 3, 16)}
@@ -230,6 +341,9 @@ def voxtral_batch() -> dict[str, Any]:
 
 BATCHES = {"llava": llava_batch, "pixtral": pixtral_batch, "mistral3": mistral3_batch}
 BATCHES |= {"internvl": llava_batch, "voxtral": voxtral_batch}
+BATCHES |= {"llava_next": llava_next_batch, "llava_onevision": onevision_batch}
+BATCHES |= {"aya_vision": llava_batch, "cohere2_vision": llava_batch}
+BATCHES |= {"idefics3": idefics3_batch, "smolvlm": idefics3_batch}
 
 
 def padded(samples: list[list[int]]) -> dict[str, Any]:

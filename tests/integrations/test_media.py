@@ -27,6 +27,7 @@ from tests.integrations.media_models import (  # noqa: E402
     IMAGE,
     MODELS,
     build,
+    images_of_one_tile_batch,
     llava_batch,
     media_batch,
     num_patches,
@@ -50,6 +51,8 @@ from tests.integrations.transformers_models import (  # noqa: E402
 )
 from wf_backends.comm import World  # noqa: E402
 from wf_transformers import ModelOptions, WholeBatchHooks  # noqa: E402
+
+HAS_INNER = hasattr(tf, "LlavaOnevisionModel")  # since transformers 5
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +102,14 @@ def test_images_are_exact(family: str, size: int, layout: str) -> None:
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_images_and_a_video_are_exact(family: str) -> None:
     assert_exact(family, 4, qwen_batch(video=True))
+
+
+@pytest.mark.skipif(not HAS_INNER, reason="transformers 4 cuts every image into tiles")
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_several_images_of_one_tile_in_a_sample_are_exact(layout: str) -> None:
+    """A rank that has one of them encodes another one, too."""
+    encoded = assert_exact("llava_onevision", 4, images_of_one_tile_batch(), layout)
+    assert 1 not in encoded[:2]
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -251,6 +262,23 @@ def test_whole_media_beside_sharded_tokens_are_refused() -> None:
         tokens = wf_transformers.forward_kwargs(model, local)
         with pytest.raises(ValueError, match="whole pixel_values: cut the batch by"):
             model(**tokens, pixel_values=inputs["pixel_values"])
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_media_that_a_model_of_the_table_does_not_take_are_refused_by_name(cut: bool) -> None:
+    inputs = llava_batch()
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), build("llava")
+        wf_transformers.attach_model(model, sp)
+        local = {} if cut else wf_transformers.shard_media(model, sp, inputs)
+        sounds = {"input_features": torch.ones(1, 3, 16)}
+        with pytest.raises(NotImplementedError, match="was called with input_features beside"):
+            if cut:
+                wf_transformers.shard_media(model, sp, inputs | sounds)
+            model(**wf_transformers.forward_kwargs(model, local), **sounds)
 
     run_threads(2, rank)
 

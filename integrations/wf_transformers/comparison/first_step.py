@@ -24,7 +24,7 @@ from wf_transformers.comparison.changes import Changes
 from wf_transformers.comparison.random_batch import SAMPLES, random_tokens, short_seqlen
 from wf_transformers.comparison.runs import Call, Comparison
 from wf_transformers.comparison.verify import Mode, as_before, compare, conclude, find_obstacle
-from wf_transformers.families.media import language_model
+from wf_transformers.families.media_table import language_model
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.handle import Handle
 from wf_transformers.models import inner_models, outermost

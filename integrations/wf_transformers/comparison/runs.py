@@ -28,7 +28,7 @@ from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
 from wf_transformers.comparison.dropout import DropoutRecorder, restored_numpy
 from wf_transformers.comparison.gradients import gradients_of, is_partitioned, summary
 from wf_transformers.comparison.rows import Rows
-from wf_transformers.families.media import media_modules
+from wf_transformers.families.media_table import media_modules
 from wf_transformers.families.stacks import is_cut_inside
 from wf_transformers.handle import Handle
 from wf_transformers.replace import set_until

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from wf_transformers.attention.documents import MASK_ARGUMENTS
 from wf_transformers.attention.function import Attention
-from wf_transformers.calls import by_name, parameter_names, refuse_call
-from wf_transformers.families.media import FEATURE_ROWS, Media, media_of, merging_model
+from wf_transformers.calls import by_name, parameter_names, refuse_call, refuse_media
+from wf_transformers.families.media import FEATURE_ROWS
+from wf_transformers.families.media_sizes import merging_model
+from wf_transformers.families.media_table import Media, language_model, media_of, token_of
 from wf_transformers.handle import Handle
 
 
@@ -25,12 +27,26 @@ def hook_media(model: nn.Module, handle: Handle) -> None:
     if row is None:
         return
     selection, inner = _FeatureSelection(model, row, handle.attention), merging_model(model)
-    handle.hooks(model.register_forward_pre_hook(selection.enter, prepend=True, with_kwargs=True))
+    handle.hooks(
+        model.register_forward_pre_hook(selection.enter, prepend=True, with_kwargs=True),
+        language_model(model).register_forward_pre_hook(selection.pass_on, with_kwargs=True),
+    )
     methods = [x.features for x in row.modalities if hasattr(inner, x.features)]
     for method in methods:
         handle.set(inner, method, partial(selection.encode, getattr(inner, method)))
     if not methods:
-        handle.hooks(model.get_submodule(row.modules[-1]).register_forward_hook(selection.leave))
+        owner = model if hasattr(model, row.modules[-1]) else inner
+        handle.hooks(owner.get_submodule(row.modules[-1]).register_forward_hook(selection.leave))
+    if hasattr(inner, "inputs_merger"):  # Idefics 3 and SmolVLM of transformers 4
+        handle.set(inner, "inputs_merger", partial(_merge, token_of(model, row.modalities[0])))
+
+
+def _merge(
+    token: int, input_ids: Tensor, inputs_embeds: Tensor, image_hidden_states: Tensor
+) -> Tensor:
+    """The embeddings with features at `token`, however many a sample has on this rank."""
+    is_feature = (input_ids == token)[..., None]
+    return inputs_embeds.masked_scatter(is_feature, image_hidden_states.to(inputs_embeds))
 
 
 class _FeatureSelection:
@@ -41,10 +57,13 @@ class _FeatureSelection:
         self.names = parameter_names(model)
         self.pending: list[Tensor] = []
         """Feature indices of the modalities that the running call has not encoded yet."""
+        self.documents: dict[str, Any] = {}
+        """Documents or slices of the running call, for the language model."""
 
     def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the indices from `shard_media`, and refuse media that it did not cut."""
         self.pending[:] = kwargs.pop(FEATURE_ROWS, ())
+        self.documents = {key: kwargs.pop(key) for key in MASK_ARGUMENTS if key in kwargs}
         positions = kwargs.get("position_ids")
         if self.row.rope and isinstance(positions, Tensor) and positions.dim() == 2:  # only text
             kwargs["position_ids"] = positions.expand(3, *positions.shape)
@@ -52,7 +71,9 @@ class _FeatureSelection:
             arguments = by_name(self.names, args, kwargs)
             if self.attention.cache is None:
                 refuse_call(self.model, arguments, self.names, self.attention.logits_are_whole)
-            media = [x.values for x in self.row.modalities if arguments.get(x.values) is not None]
+            known = [x.values for x in self.row.modalities]
+            refuse_media(self.model, {k: x for k, x in arguments.items() if k not in known})
+            media = [key for key in known if arguments.get(key) is not None]
             if len(media) != len(self.pending):
                 raise ValueError(
                     f"{type(self.model).__name__} was called with whole {', '.join(media)}: cut "
@@ -61,16 +82,24 @@ class _FeatureSelection:
                 )
         return args, kwargs
 
-    def encode(self, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the model's method, and keep the features of this rank's tokens.
+    def pass_on(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give the documents to the language model: not every model passes keywords on, and in an
+        encoder borders of tokens would be taken for those of patches."""
+        documents, self.documents = self.documents, {}
+        return args, kwargs | documents
 
-        It gets no borders of documents: these are of tokens, not of patches.
-        """
-        features = encode(*args, **{k: v for k, v in kwargs.items() if k not in MASK_ARGUMENTS})
+    def encode(self, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the model's method, and keep the features of this rank's tokens."""
+        features = encode(*args, **kwargs)
         if not self.pending:
             return features
         if isinstance(features, Tensor):
             return self._select(features)
+        if isinstance(features, tuple):  # packed (n, width), or a list by image; and the lengths
+            packed, lengths = features
+            joined = packed if isinstance(packed, Tensor) else torch.cat(packed)
+            rows = self.pending.pop(0)
+            return joined[rows] if packed is joined else [joined[rows]], lengths
         if isinstance(features.pooler_output, Tensor):  # (media, features of each, width)
             features.pooler_output = self._select(features.pooler_output)
             return features
@@ -83,7 +112,10 @@ class _FeatureSelection:
 
     def leave(self, _: nn.Module, __: Any, features: Tensor) -> Tensor:
         """After an encoder module: keep the features of this rank's tokens."""
-        return self._select(features) if self.pending else features
+        if not self.pending:
+            return features
+        selected = self._select(features)
+        return selected if features.dim() == 2 else selected[None]
 
     def _select(self, features: Tensor) -> Tensor:
         """(n, width) or (media, n, width) -> (features of this rank's tokens, width)."""

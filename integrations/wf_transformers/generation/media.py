@@ -15,14 +15,8 @@ from torch import Tensor
 
 from wf_backends import SequenceParallel
 from wf_transformers.calls import MEDIA
-from wf_transformers.families.media import (
-    FEATURE_ROWS,
-    TABLE,
-    cut_media,
-    media_arguments,
-    media_of,
-    rope_positions,
-)
+from wf_transformers.families.media import FEATURE_ROWS, cut_media, rope_positions
+from wf_transformers.families.media_table import TABLE, media_arguments, media_of, token_of
 
 
 def take_media(model: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +86,7 @@ def _repeated(model: Any, local: dict[str, Any], repeats: int) -> dict[str, Any]
     """Each sample of a rank's part `repeats` times, with the features of the same media."""
     row, ids, rows = media_of(model), local["input_ids"], list[Tensor]()
     assert row is not None
-    tokens = [getattr(model.config, x.token) for x in row.modalities if x.values in local]
+    tokens = [token_of(model, x) for x in row.modalities if x.values in local]
     for of_all, token in zip(local[FEATURE_ROWS], tokens, strict=True):
         of_samples = of_all.split((ids == token).sum(dim=1).tolist())
         rows += [torch.cat([x.repeat(repeats) for x in of_samples])]

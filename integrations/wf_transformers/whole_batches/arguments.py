@@ -20,7 +20,7 @@ from wf_transformers.calls import (
     takes_any_keyword,
     tokens_of,
 )
-from wf_transformers.families.media import is_media_argument
+from wf_transformers.families.media_table import is_media_argument
 from wf_transformers.models import Head, outermost, windows_of
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -26,7 +26,7 @@ from wf_transformers.calls import (
     refuse_partial_states,
     takes_any_keyword,
 )
-from wf_transformers.families.media import media_of
+from wf_transformers.families.media_table import media_of
 from wf_transformers.families.stacks import stacks_of, whole_rows
 from wf_transformers.handle import Handle, recorded_changes
 from wf_transformers.models import head_of, outermost, token_model

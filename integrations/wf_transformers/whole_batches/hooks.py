@@ -21,7 +21,8 @@ from wf_transformers.attention.documents import mask_arguments
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import PARTIAL_STATES, by_name
 from wf_transformers.families.experts import router_loss, wants_router_loss
-from wf_transformers.families.media import media_arguments, media_of, shard_media
+from wf_transformers.families.media import shard_media
+from wf_transformers.families.media_table import media_arguments, media_of
 from wf_transformers.families.stacks import is_cut_inside, whole_rows
 from wf_transformers.handle import Handle, recorded_changes
 from wf_transformers.models import Head, head_of, inner_models, outermost

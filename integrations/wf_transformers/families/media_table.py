@@ -1,0 +1,155 @@
+"""Which models take images, videos and sounds among tokens, and how.
+
+Shapes: b batch, S tokens, n features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from wf_transformers.families.media_sizes import (
+    NUMBERS,
+    Count,
+    by_grid,
+    by_pixels,
+    equal,
+    merging_model,
+    packed,
+)
+from wf_transformers.models import outermost, row_of
+
+TIMES, TYPES = "second_per_grid_ts", "mm_token_type_ids"
+"""Arguments for positions only: of videos, and of tokens (0 text, 1 image, 2 video)."""
+ENCODED = (
+    "image_hidden_states",
+    "image_outputs",
+    "video_outputs",
+    "audio_outputs",
+)  # of a model: features
+
+
+@dataclass(frozen=True, slots=True)
+class Modality:
+    """Images, or videos, or sounds."""
+
+    values: str
+    """The argument with the pixels."""
+    token: str
+    """The config's field for the token that stands for a feature, without _id or _index."""
+    features: str
+    """The method that gives their features, in models that have it."""
+    count: Count
+    """How many rows of `values` and how many features each medium has."""
+    others: tuple[str, ...] = ()
+    """Further arguments with a row for each medium."""
+    by_sample: bool = False
+    """Whether arguments are (samples, media of the longest, ...), padded with zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """How one class of models takes media."""
+
+    modalities: tuple[Modality, ...]
+    modules: tuple[str, ...]
+    """The modules that see media, and no tokens. The last one returns the features (n, width)."""
+    rope: bool = False
+    """Whether positions are (3, b, S), from the model's get_rope_index."""
+
+
+IMAGE, VIDEO, AUDIO = "image_token", "video_token", "audio_token"
+ENCODE_IMAGES, ENCODE_VIDEOS = "get_image_features", "get_video_features"
+TOWER = ("vision_tower", "multi_modal_projector")
+GRID, VIDEO_GRID = "image_grid_thw", "video_grid_thw"
+IMAGES = Modality("pixel_values", IMAGE, ENCODE_IMAGES, by_grid(GRID), (GRID,))
+VIDEOS = Modality("pixel_values_videos", VIDEO, ENCODE_VIDEOS, by_grid(VIDEO_GRID), (VIDEO_GRID,))
+QWEN = Media((IMAGES, VIDEOS), ("visual",), rope=True)
+PICTURES = Modality("pixel_values", IMAGE, ENCODE_IMAGES, by_pixels, ("image_sizes",))
+LLAVA = Media((PICTURES,), TOWER)
+TILES = Modality("pixel_values", IMAGE, ENCODE_IMAGES, equal("pixel_values"))
+TILED = Media((TILES,), TOWER)
+PACKED = Modality("pixel_values", IMAGE, "pack_image_features", packed, ("image_sizes", NUMBERS))
+CLIPS = Modality("pixel_values_videos", VIDEO, ENCODE_VIDEOS, equal("pixel_values_videos"))
+HAS_INNER = hasattr(transformers, "LlavaOnevisionModel")  # else its method gives no features
+ONEVISION = Media((PACKED, CLIPS) if HAS_INNER else (PACKED,), TOWER)
+PADDED = Modality(
+    "pixel_values",
+    IMAGE,
+    ENCODE_IMAGES,
+    equal("pixel_values"),
+    ("pixel_attention_mask",),
+    by_sample=True,
+)
+IDEFICS = Media((PADDED,), ("vision_model", "connector"))
+SOUNDS = Modality("input_features", AUDIO, "get_audio_features", equal("input_features"))
+TABLE: Mapping[str, Media] = MappingProxyType(
+    {
+        "Qwen2VLForConditionalGeneration": QWEN,
+        "Qwen2_5_VLForConditionalGeneration": QWEN,
+        "Qwen3VLForConditionalGeneration": QWEN,
+        "Qwen3VLMoeForConditionalGeneration": QWEN,
+        "Qwen3_5ForConditionalGeneration": QWEN,
+        "Qwen3_5MoeForConditionalGeneration": QWEN,
+        "LlavaForConditionalGeneration": LLAVA,
+        "LlavaNextForConditionalGeneration": Media((PACKED,), TOWER),
+        "LlavaOnevisionForConditionalGeneration": ONEVISION,
+        "Mistral3ForConditionalGeneration": LLAVA,
+        "InternVLForConditionalGeneration": TILED,
+        "AyaVisionForConditionalGeneration": TILED,
+        "Cohere2VisionForConditionalGeneration": TILED,
+        "Idefics3ForConditionalGeneration": IDEFICS,
+        "SmolVLMForConditionalGeneration": IDEFICS,
+        "VoxtralForConditionalGeneration": Media(
+            (SOUNDS,), ("audio_tower", "multi_modal_projector")
+        ),
+    }
+)
+
+
+def media_of(model: nn.Module) -> Media | None:
+    """The table's row for a model, by its class or base class."""
+    return row_of(TABLE, model)
+
+
+def media_modules(model: nn.Module) -> set[str]:
+    """The names of modules in `model` that see media, and no tokens; of its outputs from these."""
+    rows = map(media_of, outermost(model))
+    return {name for row in rows if row is not None for name in (*row.modules, *ENCODED)}
+
+
+def language_model(model: Any) -> PreTrainedModel:
+    """The model that attends over the ranks: `model`, or the language model inside it."""
+    if media_of(model) is None:
+        return model
+    inner = merging_model(model)
+    return getattr(inner, "language_model", getattr(inner, "text_model", model))
+
+
+def token_of(model: Any, modality: Modality) -> int:
+    """The token that stands for a feature. Its field ends in _index in some of transformers 4."""
+    config = model.config
+    token = getattr(config, f"{modality.token}_id", None)
+    return getattr(config, f"{modality.token}_index") if token is None else token
+
+
+def media_keys(row: Media) -> list[str]:
+    return [key for x in row.modalities for key in (x.values, *x.others)]
+
+
+def is_media_argument(key: str) -> bool:
+    """Whether an argument has a row for each medium or patch, not for each token."""
+    return any(key in media_keys(row) for row in TABLE.values())
+
+
+def media_arguments(model: nn.Module) -> list[str]:
+    """The arguments of a model of the table that do not have one row per token."""
+    row = media_of(model)
+    assert row is not None, "no model of the table"
+    return [*media_keys(row), *((TIMES, TYPES, "position_ids") if row.rope else ())]
