@@ -107,7 +107,8 @@ def train(comm: Communicator, args: argparse.Namespace) -> list[float]:
     """Train; returns the loss of each step, the same on all ranks."""
     torch.manual_seed(args.seed)  # the same weights on all ranks
     dsp = DynamicSequenceParallel(comm, gradients="averaged")
-    model = ContactModel(args.blocks, args.checkpoint)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = ContactModel(args.blocks, args.checkpoint).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     average = GradientMean(comm)
     batches = proteins(args.batch, args.sequences, args.residues, args.seed)
@@ -115,7 +116,8 @@ def train(comm: Communicator, args: argparse.Namespace) -> list[float]:
     for step, (alignment, contacts) in zip(range(args.steps), batches, strict=False):
         start = time.perf_counter()
         optimizer.zero_grad()
-        logits = model(alignment, dsp)
+        contacts = contacts.to(device)
+        logits = model(alignment.to(device), dsp)
         loss = F.binary_cross_entropy_with_logits(logits, contacts)
         loss.backward()
         average(model.parameters())
