@@ -33,6 +33,7 @@ from tests.helpers import destroy_groups
 from tests.integrations.deepspeed_jobs import tiny_llama
 from tests.integrations.deepspeed_trainer import (
     NUM_EVALUATED,
+    STEPS,
     Samples,
     leave_job,
     training_arguments,
@@ -135,16 +136,17 @@ def train_evaluate_predict(case: Case, folder: str) -> Result:
 
 
 def resume(case: Case, folder: str) -> Result:
-    """Train six steps: three with one Trainer, and three with another from its checkpoint."""
-    make_trainer(case, folder, save_strategy="steps", save_steps=3)[0].train()
+    """Train half of the steps with one Trainer, and the others with another from its checkpoint."""
+    half = STEPS // 2
+    make_trainer(case, folder, save_strategy="steps", save_steps=half)[0].train()
     trainer, _ = make_trainer(case, folder)
-    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{half}")
     return {"steps": losses_and_norms(trainer), "eval": trainer.evaluate()}
 
 
 def losses_and_norms(trainer: Trainer) -> list[list[float]]:
-    """The loss and the gradient norm of each of the six steps, as logged."""
-    return [[step["loss"], float(step["grad_norm"])] for step in trainer.state.log_history[:6]]
+    """The loss and the gradient norm of each step, as logged."""
+    return [[step["loss"], float(step["grad_norm"])] for step in trainer.state.log_history[:STEPS]]
 
 
 def use_fsdp2(accelerator: Accelerator) -> None:
@@ -169,7 +171,7 @@ def train_in_a_loop(case: Case, folder: str) -> Result:
         model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     prepared_model, optimizer = accelerator.prepare(model, optimizer)
-    loader = accelerator.prepare(torch.utils.data.DataLoader(Samples(10), batch_size=1))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(Samples(6), batch_size=1))
     steps, num_labels = [], []
     for batch in loader:
         loss = prepared_model(**batch).loss

@@ -103,9 +103,11 @@ def losses_of_one_process_in_16_bits(data: Data, optimizer: str, precision: str)
 
 
 def resumed(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train ten steps, save, and train ten more at another sequence-parallel size."""
+    """Train half of the steps, save, and train the others at another sequence-parallel size."""
     before = Training(case, folder)
-    losses = before.train(0, 10)
+    steps = case.get("steps", 20)
+    half = steps // 2
+    losses = before.train(0, half)
     path = folder / case["name"]
     before.booster.save_model(before.model, str(path / "model"), shard=True)
     before.booster.save_optimizer(before.optimizer, str(path / "optimizer"), shard=True)
@@ -114,20 +116,20 @@ def resumed(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     after = Training(case | {"wallfacer": case["resume_with"]}, folder)
     after.booster.load_model(after.model, str(path / "model"))
     after.booster.load_optimizer(after.optimizer, str(path / "optimizer"))
-    losses += after.mean_over_ranks(after.train(10, 20), 10)
+    losses += after.mean_over_ranks(after.train(half, steps), half)
     result: dict[str, Any] = {"losses": losses, "weights": after.weights("end")}
     after.handle.remove()
     if dist.get_rank():
         return result
     # a smaller sequence-parallel size has more data-parallel ranks, which read more batches
-    steps = steps_of(*before.data)[:10] + steps_of(*after.data)[10:]
+    batches = steps_of(*before.data)[:half] + steps_of(*after.data)[half:]
     optimizer = REFERENCE_OPTIMIZERS[after.optimizer_name]
-    expected = train_alone(build(after.family), steps, optimizer)
+    expected = train_alone(build(after.family), batches, optimizer)
     keys = ("losses", "gradients", "weights")
     result["expected"] = dict(zip(keys, expected, strict=True))
     if dtype := DTYPES_OF_16_BITS.get(case.get("options", {}).get("precision")):
         model = build(after.family)
-        result["losses_in_16_bits"] = train_alone_in_16_bits(model, steps, optimizer, dtype)
+        result["losses_in_16_bits"] = train_alone_in_16_bits(model, batches, optimizer, dtype)
     return result
 
 

@@ -10,8 +10,8 @@ import torch
 from tests.integrations.deepspeed_jobs import tiny_llama
 
 STAGES = (0, 1, 2, 3)
-STEPS, FEW_STEPS = 12, 5
-STEPS_BEFORE_SAVING, STEPS_AFTER_RESUMING = 4, 8  # the second number counts from the first step
+STEPS, FEW_STEPS = 6, 3
+STEPS_BEFORE_SAVING, STEPS_AFTER_RESUMING = 2, 4  # the second number counts from the first step
 
 RING = {"route": {"name": "ring"}}
 CONCENTRIC = {"route": {"name": "concentric", "team_size": 2}}

@@ -13,7 +13,8 @@ from transformers import Trainer, TrainingArguments
 
 from tests.integrations.deepspeed_jobs import SEQLEN, VOCABULARY, tiny_llama
 
-NUM_EVALUATED = 7  # odd: the last batch of two groups lacks a sample
+STEPS = 4
+NUM_EVALUATED = 3  # odd: the last batch of two groups lacks a sample
 
 
 class Samples(torch.utils.data.Dataset):
@@ -40,13 +41,13 @@ class Samples(torch.utils.data.Dataset):
 def training_arguments(
     folder: str, arguments_class: type[TrainingArguments] = TrainingArguments, **options: Any
 ) -> TrainingArguments:
-    """Six steps on the CPU with one sample per process; `options` are added or override."""
+    """A few steps on the CPU with one sample per process; `options` are added or override."""
     options = {"average_tokens_across_devices": True, "save_strategy": "no"} | options
     return arguments_class(
         output_dir=folder,
         per_device_train_batch_size=1,
         per_device_eval_batch_size=1,
-        max_steps=6,
+        max_steps=STEPS,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         logging_steps=1,
@@ -58,7 +59,7 @@ def training_arguments(
 
 
 def assert_logits_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare logits (n, S, vocabulary) of `Samples(n)` after six steps in float32, to 0.1%.
+    """Compare logits (n, S, vocabulary) of `Samples(n)` after `STEPS` in float32, to 0.1%.
 
     Logits at padding are not compared: nothing defines them.
     """
@@ -82,7 +83,7 @@ def main() -> None:
     evaluated = Samples(NUM_EVALUATED)
     trainer = Trainer(tiny_llama(), arguments, train_dataset=Samples(32), eval_dataset=evaluated)
     loss = trainer.train().training_loss  # the losses in the log are rounded, this one is not
-    result = {"loss": loss, "steps": trainer.state.log_history[:6], "eval": trainer.evaluate()}
+    result = {"loss": loss, "steps": trainer.state.log_history[:STEPS], "eval": trainer.evaluate()}
     result["logits"] = trainer.predict(evaluated).predictions.tolist()
     if trainer.is_world_process_zero():
         with open(out, "w") as file:

@@ -157,7 +157,7 @@ def test_logits_are_gathered_only_if_a_loss_metrics_or_predictions_need_them(
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_trains_as_without_wallfacer(name: str, results: tuple[Results, Results]) -> None:
-    """In float64; the norms inside Llama round to float32, and ten steps add up to 1e-6."""
+    """In float64; the norms inside Llama round to float32, and the steps add up to 1e-6."""
     actual, expected = (result[name] for result in results)
     for step, expected_step in zip(actual["steps"], expected["steps"], strict=True):
         assert step == pytest.approx(expected_step, rel=1e-6)

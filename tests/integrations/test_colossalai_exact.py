@@ -35,39 +35,38 @@ INTERLEAVED = {"pp_style": "interleaved", "num_model_chunks": 2, "overlap_p2p": 
 BF16: dict[str, Any] = {"precision": "bf16"}
 NO_OVERLAP: dict[str, Any] = {"overlap_communication": False}  # a CPU has no streams
 TILED_MODULES = {"autochunk": {"max_slowdown": 1.0, "seqlen": 512}}
-FOUR_STEPS, TEN_STEPS = {"steps": 4}, {"steps": 10}
+FEW_STEPS, MORE_STEPS = {"steps": 3}, {"steps": 6}
 
 # A Llama under WallFacerPlugin, in float32. dp, tp, pp, sp: degrees of parallelism.
 HYBRID: dict[str, dict[str, Any]] = {
-    "sp4": {"wallfacer": SP4},
-    "dp2_sp2": {"wallfacer": RING2} | TEN_STEPS,
-    "tp2_sp2": {"wallfacer": RING2, "options": {"tp_size": 2}} | TEN_STEPS,
-    "tp2_sp2_auto": {"wallfacer": SP2, "options": {"tp_size": 2}} | FOUR_STEPS,
-    "pp2_sp2": {"wallfacer": RING2} | TWO_STAGES | TEN_STEPS,
-    "checkpointed": {"wallfacer": RING4, "checkpointing": "before"} | FOUR_STEPS,
+    "sp4": {"wallfacer": SP4} | MORE_STEPS,
+    "dp2_sp2": {"wallfacer": RING2} | MORE_STEPS,
+    "tp2_sp2": {"wallfacer": RING2, "options": {"tp_size": 2}} | MORE_STEPS,
+    "tp2_sp2_auto": {"wallfacer": SP2, "options": {"tp_size": 2}} | FEW_STEPS,
+    "pp2_sp2": {"wallfacer": RING2} | TWO_STAGES | MORE_STEPS,
+    "checkpointed": {"wallfacer": RING4, "checkpointing": "before"} | FEW_STEPS,
     "checkpointed_ragged": {"wallfacer": RING4, "checkpointing": "after", "batch": "ragged"}
-    | FOUR_STEPS,
-    "offloaded": {"wallfacer": RING4 | OFFLOAD, "batch": "ragged"} | FOUR_STEPS,
-    "offloaded_pp2": {"wallfacer": RING2 | OFFLOAD} | TWO_STAGES | FOUR_STEPS,
-    "tiled": {"wallfacer": RING4 | TILED_MODULES, "batch": "ragged"} | FOUR_STEPS,
-    "padded": {"wallfacer": RING4, "batch": "padded"} | FOUR_STEPS,
-    "unequal": {"wallfacer": RING4, "batch": "unequal"} | FOUR_STEPS,
-    "unmasked": {"wallfacer": RING4, "batch": "unmasked"} | FOUR_STEPS,
-    "ragged": {"wallfacer": RING4, "batch": "ragged"} | FOUR_STEPS,
-    "packed": {"wallfacer": RING4, "batch": "packed"} | FOUR_STEPS,
+    | FEW_STEPS,
+    "offloaded": {"wallfacer": RING4 | OFFLOAD, "batch": "ragged"} | FEW_STEPS,
+    "offloaded_pp2": {"wallfacer": RING2 | OFFLOAD} | TWO_STAGES | FEW_STEPS,
+    "tiled": {"wallfacer": RING4 | TILED_MODULES, "batch": "ragged"} | FEW_STEPS,
+    "padded": {"wallfacer": RING4, "batch": "padded"} | FEW_STEPS,
+    "unequal": {"wallfacer": RING4, "batch": "unequal"} | FEW_STEPS,
+    "unmasked": {"wallfacer": RING4, "batch": "unmasked"} | FEW_STEPS,
+    "ragged": {"wallfacer": RING4, "batch": "ragged"} | FEW_STEPS,
+    "packed": {"wallfacer": RING4, "batch": "packed"} | FEW_STEPS,
     "packed_auto": {"wallfacer": SP4 | {"layout": "document_zigzag"}, "batch": "packed"}
-    | FOUR_STEPS,
-    "packed_tp2_auto": {"wallfacer": SP2, "options": {"tp_size": 2}, "batch": "packed"}
-    | FOUR_STEPS,
-    "lazy": {"wallfacer": RING4, "lazy": True} | FOUR_STEPS,
+    | FEW_STEPS,
+    "packed_tp2_auto": {"wallfacer": SP2, "options": {"tp_size": 2}, "batch": "packed"} | FEW_STEPS,
+    "lazy": {"wallfacer": RING4, "lazy": True} | FEW_STEPS,
     "concentric": {"wallfacer": SP4 | {"route": {"name": "concentric", "team_size": 2}}}
-    | FOUR_STEPS,
-    "mesh": {"wallfacer": SP4 | {"route": {"name": "mesh", "rows": 2, "cols": 2}}} | FOUR_STEPS,
-    "ulysses": {"wallfacer": RING4 | {"ulysses_degree": 2, "layout": "contiguous"}} | FOUR_STEPS,
-    "adamw": {"wallfacer": RING4, "optimizer": "adamw"} | FOUR_STEPS,
+    | FEW_STEPS,
+    "mesh": {"wallfacer": SP4 | {"route": {"name": "mesh", "rows": 2, "cols": 2}}} | FEW_STEPS,
+    "ulysses": {"wallfacer": RING4 | {"ulysses_degree": 2, "layout": "contiguous"}} | FEW_STEPS,
+    "adamw": {"wallfacer": RING4, "optimizer": "adamw"} | FEW_STEPS,
     "checkpointed_gpt2": {"wallfacer": RING4, "checkpointing": "before", "family": "gpt2"}
     | {"batch": "ragged"}
-    | FOUR_STEPS,
+    | FEW_STEPS,
 }
 # Other families; alone, and with tensor parallelism or two stages.
 FAMILIES = (
@@ -83,16 +82,13 @@ FAMILIES = (
     "vit",
 )
 MODELS: dict[str, dict[str, Any]] = (
-    {
-        name: {"wallfacer": RING4, "family": name, "batch": "ragged"} | FOUR_STEPS
-        for name in FAMILIES
-    }
+    {name: {"wallfacer": RING4, "family": name, "batch": "ragged"} | FEW_STEPS for name in FAMILIES}
     | {
-        f"tp_{name}": {"wallfacer": RING2, "family": name, "options": {"tp_size": 2}} | FOUR_STEPS
+        f"tp_{name}": {"wallfacer": RING2, "family": name, "options": {"tp_size": 2}} | FEW_STEPS
         for name in ("qwen2", "cohere", "mistral", "gptj", "opt", "bert", "vit")
     }
     | {
-        f"pp_{name}": {"wallfacer": RING2, "family": name} | TWO_STAGES | FOUR_STEPS
+        f"pp_{name}": {"wallfacer": RING2, "family": name} | TWO_STAGES | FEW_STEPS
         for name in ("qwen2", "mistral", "gpt2", "gptj", "opt", "bert", "vit")
     }
     | {
@@ -101,7 +97,7 @@ MODELS: dict[str, dict[str, Any]] = (
             "family": "gpt2",
             "batch": "ragged",
         }
-        | FOUR_STEPS,
+        | FEW_STEPS,
         "pp_interleaved": {
             "wallfacer": RING2,
             "family": "gpt2_deep",
@@ -109,16 +105,16 @@ MODELS: dict[str, dict[str, Any]] = (
             "batch": "microbatches",
             "options": TWO_STAGES["options"] | INTERLEAVED,
         }
-        | FOUR_STEPS,
+        | FEW_STEPS,
         "pp_interleaved_gptj": {
             "wallfacer": RING2,
             "family": "gptj_deep",
             "batch": "microbatches",
             "options": TWO_STAGES["options"] | INTERLEAVED,
         }
-        | FOUR_STEPS,
+        | FEW_STEPS,
         "checkpointed_vit": {"wallfacer": RING4, "family": "vit", "checkpointing": "after"}
-        | FOUR_STEPS,
+        | FEW_STEPS,
         # ColossalAI gathers GPT-2's fused weights with .cuda(): they cannot be saved here
         "tp_gpt2": {
             "wallfacer": RING2,
@@ -126,22 +122,22 @@ MODELS: dict[str, dict[str, Any]] = (
             "options": {"tp_size": 2},
             "no_weights": True,
         }
-        | FOUR_STEPS,
+        | FEW_STEPS,
     }
 )
 # Heads that read tokens of the whole sequence: classes, spans, two choices.
 CLASSES = ("llama_classes", "gpt2_classes", "opt_classes", "bert_classes")
 WHOLE_SEQUENCE_HEADS: dict[str, dict[str, Any]] = (
     {
-        name: {"wallfacer": RING4, "family": name, "batch": "ragged"} | FOUR_STEPS
+        name: {"wallfacer": RING4, "family": name, "batch": "ragged"} | FEW_STEPS
         for name in (*CLASSES, "gpt2_spans", "gpt2_double")
     }
     | {
-        f"pp_{name}": {"wallfacer": RING2, "family": name} | TWO_STAGES | FOUR_STEPS
+        f"pp_{name}": {"wallfacer": RING2, "family": name} | TWO_STAGES | FEW_STEPS
         for name in ("gpt2_double", "bert_classes")
     }
     | {
-        f"tp_{name}": {"wallfacer": RING2, "family": name, "options": {"tp_size": 2}} | FOUR_STEPS
+        f"tp_{name}": {"wallfacer": RING2, "family": name, "options": {"tp_size": 2}} | FEW_STEPS
         for name in ("llama_classes", "bert_classes")
     }
     | {
@@ -151,27 +147,27 @@ WHOLE_SEQUENCE_HEADS: dict[str, dict[str, Any]] = (
             "batch": "unequal",
             "checkpointing": "before",
         }
-        | FOUR_STEPS,
-        "ddp_double": {"wallfacer": RING4, "plugin": "ddp", "family": "gpt2_double"} | FOUR_STEPS,
+        | FEW_STEPS,
+        "ddp_double": {"wallfacer": RING4, "plugin": "ddp", "family": "gpt2_double"} | FEW_STEPS,
     }
 )
 # ColossalAI's other plugins, in float32.
 OTHER_PLUGINS: dict[str, dict[str, Any]] = {
-    "ddp": {"wallfacer": RING4, "plugin": "ddp"} | TEN_STEPS,
-    "ddp_vit": {"wallfacer": RING4, "plugin": "ddp", "family": "vit"} | FOUR_STEPS,
+    "ddp": {"wallfacer": RING4, "plugin": "ddp"} | MORE_STEPS,
+    "ddp_vit": {"wallfacer": RING4, "plugin": "ddp", "family": "vit"} | FEW_STEPS,
     "zero1": {
         "wallfacer": RING4,
         "plugin": "zero",
         "options": {"stage": 1, "precision": "fp32"} | NO_OVERLAP,
     }
-    | TEN_STEPS,
+    | MORE_STEPS,
     "zero2_offload": {
         "wallfacer": RING2 | OFFLOAD,
         "plugin": "zero",
         "optimizer": "hybrid_adam",
         "options": {"stage": 2, "precision": "fp32", "cpu_offload": True} | NO_OVERLAP,
     }
-    | TEN_STEPS,
+    | MORE_STEPS,
 }
 FP16: dict[str, Any] = {"precision": "fp16", "initial_scale": 256}  # at which nothing overflows
 IN_16_BITS: dict[str, dict[str, Any]] = {
@@ -222,7 +218,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "options": json.loads(path.read_text())["colossalai"],
         "optimizer": "hybrid_adam",
     }
-    | FOUR_STEPS
+    | FEW_STEPS
     for path in sorted((ROOT / "configs" / "colossalai").glob("*.json"))
 }
 RESUMED: dict[str, dict[str, Any]] = {
@@ -231,7 +227,8 @@ RESUMED: dict[str, dict[str, Any]] = {
         "wallfacer": RING4,
         "resume_with": RING2,
         "optimizer": "adamw",
-    },
+    }
+    | MORE_STEPS,
     "resumed_zero1": {
         "run": "resumed",
         "wallfacer": RING4,

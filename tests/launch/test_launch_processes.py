@@ -99,7 +99,7 @@ def test_a_rank_that_never_joins_ends_the_job_of_mpirun_at_the_timeout(tmp_path:
 def test_a_rank_that_ends_before_it_sends_by_mpi_is_named_long_before_the_timeout(rank: int):
     """It is at the end of Python, where MPI waits for all ranks. Rank 0 holds the job's store."""
     pytest.importorskip("mpi4py")
-    reports = run([*MPIRUN, "-n", "2"], "end_early", ENDS=str(rank), new_interpreters=True)
+    reports = run([*MPIRUN, "-n", "2"], "end_early", ENDS=str(rank))
     (error,) = [report["error"] for report in reports if report["error"]]
     assert error == f"rank {1 - rank} of 2: rank {rank} has ended and did not meet the others"
 
@@ -109,7 +109,7 @@ def test_the_example_of_the_readme_equals_dense_attention():
     pytest.importorskip("mpi4py")
     block = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
     assert block in (ROOT / "examples" / "attention.py").read_text()
-    done = run_command([*MPIRUN, "-n", "4", sys.executable, "examples/attention.py"])
+    done = run_command([*MPIRUN, "-n", "4", *python(), "examples/attention.py"])
     errors = re.findall(r"worst difference to dense attention (\S+)", done.stdout)
     assert len(errors) == 4 and largest(map(float, errors)) < 1e-5, done.stdout  # float32
 
