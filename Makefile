@@ -20,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 # DeepSpeed compiles what a job needs at its first use, not now.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup demo test test-all test-newest check docs clean
+.PHONY: setup demo test test-all test-newest check lint types run-test run-test-all docs clean
 .DELETE_ON_ERROR:
 
 setup: .venv/stamp
@@ -39,18 +39,29 @@ demo: setup
 	$(MPIRUN) -n 4 python examples/pretrain.py \
 		--deepspeed_config configs/deepspeed/zero2_concentric.json --steps $(STEPS)
 
-check: setup
+check: lint types
+
+lint: setup
 	ruff format --check .
 	ruff check .
+
+types: setup
 	pyright --pythonpath .venv/bin/python
 
 docs: setup
 	mkdocs build --strict
 
-test: check
+# Pyright has one thread: it runs beside the tests.
+test: lint
+	$(MAKE) -j 2 types run-test
+
+test-all: lint
+	$(MAKE) -j 2 types run-test-all
+
+run-test:
 	pytest -n $(WORKERS) -m "not long"
 
-test-all: check
+run-test-all:
 	pytest -n $(WORKERS)
 
 .venv-newest/stamp: pyproject.toml setup.cfg requirements/newest.txt integrations

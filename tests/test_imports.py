@@ -76,6 +76,7 @@ def inside(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
+@cache
 def modules(root: Path) -> dict[str, Path]:
     """Dotted name -> file, of every module under the source roots of `root`."""
     files = {}

@@ -286,6 +286,6 @@ def test_without_an_accelerator_the_error_names_shaped_device() -> None:
     "streams", [None, EmulatedStreams()], ids=["no accelerator", "emulated streams"]
 )
 def test_measured_rates_are_finite(streams: EmulatedStreams | None) -> None:
-    rates = measure_rates(streams, torch.float32, width=2048, seconds=0.02)
+    rates = measure_rates(streams, torch.float32, width=512, seconds=0.02)
     assert rates.memory < float("inf") and rates.staging < float("inf")
     assert rates.host_flops < float("inf") and rates.accelerator_flops < float("inf")

@@ -60,7 +60,7 @@ def read(config: Any) -> None:
         blocks.check_batch(loaded, blocks.data_parallel_size(block, 8))
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(drawn=mutated(BASES, VALUES))
 def test_a_changed_key_is_accepted_or_refused_by_name(drawn: tuple[tuple[str, ...], Any]) -> None:
     path, config = drawn

@@ -45,7 +45,7 @@ def pairs_of_tile(tile):
     ]
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(ranges, ranges, masks, st.booleans())
 def test_every_visible_pair_lies_in_exactly_one_trimmed_tile(q, kv, mask, same_positions):
     kv = q if same_positions else kv

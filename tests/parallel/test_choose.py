@@ -110,7 +110,7 @@ def test_auto_route_between_slow_hosts_is_no_ring() -> None:
     assert plan.choice.forward.route["name"] != "ring"
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     size=st.sampled_from([1, 2, 4, 6, 8, 12, 64]),
     heads=st.sampled_from([(8, 8), (8, 2), (6, 3), (12, 1), (1, 1)]),

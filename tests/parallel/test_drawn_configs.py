@@ -35,7 +35,7 @@ BASES: tuple[dict[str, Any], ...] = (
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(drawn=mutated(BASES, VALUES))
 def test_drawn_options_are_accepted_or_refused_by_name(
     drawn: tuple[tuple[str, ...], dict[str, Any]],

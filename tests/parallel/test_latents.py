@@ -77,7 +77,7 @@ def check(config, mask, options):
     return [sent for _, _, sent in results]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(configs().filter(lambda config: config.get("ulysses_chunks", 1) == 1), MASKS)
 def test_drawn_configurations_are_exact(config, mask):
     check(config, mask, {"softcap": 2.0})

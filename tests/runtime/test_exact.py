@@ -211,7 +211,7 @@ def test_walking_queries_after_a_step_without_any_are_exact(n):
         assert_exact(replace(case, kernel=SdpaKernel()))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(cases(), st.data())
 def test_drawn_slices_are_exact(case, data):
     seqlen = sum(stop - start for shard in case.layout for start, stop in shard)
@@ -222,7 +222,7 @@ def test_drawn_slices_are_exact(case, data):
     assert_exact(replace(case, mask=mask, kernel=data.draw(st.sampled_from(KERNELS))))
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(cases())
 def test_drawn_cases_are_exact(case):
     assert_exact(case)
