@@ -6,6 +6,7 @@ logits = model(**wf_transformers.forward_kwargs(model, local)).logits
 loss = sp.loss(logits, local["labels"])
 """
 
+from wf_backends.parallel import mask_arguments
 from wf_transformers.agreement import refuse_different
 from wf_transformers.attach import (
     attach_pretrained,
@@ -13,7 +14,7 @@ from wf_transformers.attach import (
     scope_documents,
     without_documents,
 )
-from wf_transformers.attention.documents import MASK_ARGUMENTS, mask_arguments
+from wf_transformers.attention.documents import MASK_ARGUMENTS
 from wf_transformers.attention.registry import register
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.comparison.verify import VERIFY, verify

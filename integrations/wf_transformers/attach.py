@@ -13,7 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_backends.dsp import DynamicSequenceParallel, Mode, Stages, receivers, spread
-from wf_transformers.attention.documents import MASK_ARGUMENTS, mask_arguments
+from wf_transformers.attention.documents import OF_CALLS, of_call
 from wf_transformers.attention.positions import correct_positions
 from wf_transformers.attention.refused import refuse_unsupported
 from wf_transformers.attention.registry import register_free, registered_for
@@ -227,7 +227,7 @@ def _check_inner_models(model: PreTrainedModel, handle: Handle) -> None:
 
 def without_documents(_: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:
     """The keyword arguments of a call without documents and slices, for models without these."""
-    return {key: value for key, value in kwargs.items() if key not in MASK_ARGUMENTS}
+    return {key: value for key, value in kwargs.items() if key not in OF_CALLS}
 
 
 def scope_documents(
@@ -247,7 +247,7 @@ def scope_documents(
     attention.documents.scoped = True
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[Any, Kwargs]:
-        attention.documents.push(mask_arguments(kwargs))  # before any error: `leave` always runs
+        attention.documents.push(of_call(kwargs))  # before any error: `leave` always runs
         attention.was_called = False
         return args, change(args, kwargs)
 

@@ -10,9 +10,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from wf_backends.parallel import at_least_one
+from wf_backends.parallel import at_least_one, mask_arguments
 from wf_transformers.attach import is_applied
-from wf_transformers.attention.documents import mask_arguments
+from wf_transformers.attention.blocks import BLOCKS
 from wf_transformers.attention.registry import registered_for
 from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
 from wf_transformers.families.experts import ROUTER_MASK, has_router_loss
@@ -54,7 +54,7 @@ def forward_kwargs(
         raise ValueError(
             f"{type(model).__name__} is cut inside: call it with the whole batch on every rank"
         )
-    causal = is_causal(model)
+    causal = is_causal(model) or BLOCKS in local_batch
     kwargs = {k: v for k, v in local_batch.items() if k not in NOT_PASSED_ON}
     if causal:
         mask = None if builds_masks(model) else _placeholder_mask(model, local_batch)

@@ -138,6 +138,31 @@ def aya_vision() -> Any:
     return tf.AyaVisionForConditionalGeneration(config)
 
 
+def gemma3() -> Any:
+    """One token for 2 x 2 patches. Tokens of an image see each other, within windows."""
+    vision = {**CLIP, "patch_size": 2, "hidden_size": 16, "intermediate_size": 24}
+    text = {**SMALL, **HEADS, "head_dim": 8, "sliding_window": 3, "sliding_window_pattern": 2}
+    config = tf.Gemma3Config(
+        text_config=tf.Gemma3TextConfig(**text, _attn_implementation_internal="eager"),
+        vision_config=tf.SiglipVisionConfig(**vision, vision_use_head=False),
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE,
+    )
+    return tf.Gemma3ForConditionalGeneration(config)
+
+
+def paligemma() -> Any:
+    """Tokens of an image and of a prompt see each other."""
+    vision = tf.SiglipVisionConfig(**{**CLIP, "hidden_size": 16}, intermediate_size=24)
+    config = tf.PaliGemmaConfig(
+        text_config={"model_type": "gemma", **SMALL, **HEADS, "head_dim": 8},
+        vision_config=vision.to_dict() | {"projection_dim": 32, "vision_use_head": False},
+        image_token_index=IMAGE,
+        projection_dim=32,
+    )
+    return tf.PaliGemmaForConditionalGeneration(config)
+
+
 def idefics3() -> Any:
     """One token for 2 x 2 patches, of images padded by sample."""
     return tf.Idefics3ForConditionalGeneration(tf.Idefics3Config(**_shuffled()))
@@ -160,6 +185,7 @@ def _shuffled() -> dict[str, Any]:
 
 MODELS = {"qwen2_vl": qwen2_vl, "qwen2_5_vl": qwen2_5_vl, "llava": llava, "pixtral": pixtral}
 MODELS |= {"mistral3": mistral3, "llava_next": llava_next, "llava_onevision": llava_onevision}
+MODELS["gemma3"] = gemma3
 MODELS |= {"aya_vision": aya_vision, "idefics3": idefics3, "smolvlm": smolvlm}
 
 
@@ -213,7 +239,7 @@ def qwen3_5() -> Any:
 
 if hasattr(tf, "Qwen3VLConfig"):  # transformers 5
     MODELS |= {"qwen3_vl": qwen3_vl, "internvl": internvl, "voxtral": voxtral}
-    MODELS["cohere2_vision"] = cohere2_vision
+    MODELS |= {"cohere2_vision": cohere2_vision, "paligemma": paligemma}
 if hasattr(tf, "Qwen3_5Config"):
     MODELS["qwen3_5"] = qwen3_5
 
@@ -333,6 +359,19 @@ def idefics3_batch() -> dict[str, Any]:
     return batch | {"pixel_values": pixels, "pixel_attention_mask": seen}
 
 
+def gemma3_batch() -> dict[str, Any]:
+    """Types say where images are."""
+    batch = llava_batch()
+    return batch | {"token_type_ids": (batch["input_ids"] == IMAGE).long()}
+
+
+def paligemma_batch() -> dict[str, Any]:
+    """Types say that the prefixes are the first 12 and 9 tokens."""
+    batch = llava_batch((1, 1))
+    numbers = torch.arange(batch["input_ids"].shape[1])
+    return batch | {"token_type_ids": (numbers >= torch.tensor([[9], [7]])).long()}
+
+
 def voxtral_batch() -> dict[str, Any]:
     """Two samples, of 3 and 1 sounds."""
     sounds = {"input_features": random_normal(4, 3, 16)}
@@ -343,6 +382,7 @@ BATCHES = {"llava": llava_batch, "pixtral": pixtral_batch, "mistral3": mistral3_
 BATCHES |= {"internvl": llava_batch, "voxtral": voxtral_batch}
 BATCHES |= {"llava_next": llava_next_batch, "llava_onevision": onevision_batch}
 BATCHES |= {"aya_vision": llava_batch, "cohere2_vision": llava_batch}
+BATCHES |= {"gemma3": gemma3_batch, "paligemma": paligemma_batch}
 BATCHES |= {"idefics3": idefics3_batch, "smolvlm": idefics3_batch}
 
 

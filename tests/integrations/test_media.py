@@ -112,6 +112,43 @@ def test_several_images_of_one_tile_in_a_sample_are_exact(layout: str) -> None:
     assert 1 not in encoded[:2]
 
 
+@pytest.mark.parametrize("family", ["llava", "idefics3", "gemma3"])
+def test_packed_documents_with_images_are_exact(family: str) -> None:
+    """The borders of two documents, of one and two images, are inside of a rank's tokens."""
+    inputs = {k: x[:1] for k, x in media_batch(family).items() if k != "pixel_attention_mask"}
+    pixels, borders = llava_batch()["pixel_values"][:3], (0, 8, 23)
+    assert inputs["input_ids"].shape[1] == borders[-1]
+
+    def of_images(x: Any) -> Any:
+        return x[None] if family == "idefics3" else x
+
+    model, logits = build(family), []
+    for start, stop, images in [(0, 8, pixels[:1]), (8, 23, pixels[1:])]:
+        tokens = {k: x[:, start:stop] for k, x in inputs.items() if k.endswith("ids")}
+        logits += [model(**tokens, pixel_values=of_images(images), use_cache=False).logits]
+    inputs |= {"pixel_values": of_images(pixels), "cu_seqlens": borders}
+    expected = with_token_loss(model, torch.cat(logits, dim=1), inputs)
+
+    def rank(comm: Any) -> Result:
+        sp, model = sequence_parallel(comm), build(family)
+        wf_transformers.attach_model(model, sp)
+        return run_on_shard(model, sp, wf_transformers.shard_media(model, sp, inputs))
+
+    assert_shares_sum_to(expected, run_threads(4, rank))
+
+
+@pytest.mark.skipif(not HAS_INNER, reason="PaliGemma of transformers 4 is refused as a whole")
+def test_a_prefix_longer_than_a_window_is_refused() -> None:
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), build("paligemma")
+        wf_transformers.attach_model(model, sp)
+        model.config.text_config.sliding_window = 8
+        with pytest.raises(NotImplementedError, match="a prefix of 9 tokens is longer than"):
+            wf_transformers.shard_media(model, sp, media_batch("paligemma"))
+
+    run_threads(2, rank)
+
+
 @pytest.mark.parametrize("family", MODELS)
 def test_text_alone_is_exact(family: str) -> None:
     ids = qwen_batch()["input_ids"].clamp(max=9)  # no token of an image
@@ -283,6 +320,41 @@ def test_media_that_a_model_of_the_table_does_not_take_are_refused_by_name(cut: 
     run_threads(2, rank)
 
 
+def test_types_of_tokens_that_were_not_cut_with_their_images_are_refused() -> None:
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), build("gemma3")
+        wf_transformers.attach_model(model, sp)
+        local = sp.shard_batch(without_labels(media_batch("gemma3")) | {"pixel_values": None})
+        kwargs = wf_transformers.forward_kwargs(model, local)
+        with pytest.raises(ValueError, match="called with token_type_ids, which would be lost"):
+            model(**kwargs)
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "message"),
+    [
+        ("balanced", {}, '"layout": "balanced" follows from a mask'),
+        ("document_zigzag", {"cu_seqlens": (0, 8, 23)}, '"layout": "document_zigzag" follows'),
+        ("zigzag", {"q_ranges": [(0, 23)]}, "q_ranges say all that is seen"),
+    ],
+)
+def test_what_gives_all_samples_one_mask_is_refused_with_blocks(
+    layout: str, more: dict[str, Any], message: str
+) -> None:
+    inputs = {k: x[:1] for k, x in media_batch("gemma3").items()}
+    inputs |= {"pixel_values": llava_batch()["pixel_values"][:3], **more}
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm, layout), build("gemma3")
+        wf_transformers.attach_model(model, sp)
+        with pytest.raises(ValueError, match=message):
+            wf_transformers.shard_media(model, sp, inputs)
+
+    run_threads(2, rank)
+
+
 def test_labels_beside_sharded_media_are_refused() -> None:
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm), build("llava")
@@ -304,24 +376,21 @@ def test_remove_lets_the_model_take_whole_media() -> None:
     run_threads(2, rank)
 
 
-@pytest.mark.skipif(not hasattr(tf, "AttentionMaskInterface"), reason="4.51 refuses it as a whole")
 def test_pixels_of_another_model_are_refused_by_name_also_if_a_rank_has_as_many_tokens() -> None:
-    """PaliGemma, whose image has 4 patches; each of 2 ranks has 4 tokens of whole batches."""
-    vision = tf.SiglipVisionConfig(**{**CLIP, "hidden_size": 16}, intermediate_size=24)
-    config = tf.PaliGemmaConfig(
-        text_config={"model_type": "gemma", **SMALL, **HEADS, "head_dim": 8},
-        vision_config=vision.to_dict() | {"projection_dim": 32},
+    """An image of 4 patches; each of 2 ranks has 4 tokens of whole batches."""
+    config = tf.LlavaNextVideoConfig(
+        text_config=tf.LlamaConfig(**SMALL, **HEADS),
+        vision_config=tf.CLIPVisionConfig(**CLIP, hidden_size=16, intermediate_size=24),
+        vision_feature_layer=-1,
         image_token_index=IMAGE,
-        projection_dim=32,
     )
     ids = torch.tensor([[IMAGE] * 4 + [3, 4, 5, 6]])
-    inputs = {"input_ids": ids, "pixel_values": torch.ones(1, 3, 8, 8), "token_type_ids": ids * 0}
 
     def rank(comm: Any) -> None:
         with BUILD_LOCK:
-            model = tf.PaliGemmaForConditionalGeneration(config)
+            model = tf.LlavaNextVideoForConditionalGeneration(config)
         WholeBatchHooks(model, wf_transformers.attach_model(model, sequence_parallel(comm)))
         with pytest.raises(NotImplementedError, match="was called with pixel_values beside tokens"):
-            model(**inputs)
+            model(input_ids=ids, pixel_values=torch.ones(1, 3, 8, 8))
 
     run_threads(2, rank)

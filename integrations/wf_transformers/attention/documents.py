@@ -11,10 +11,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from wf_backends.parallel import MASK_ARGUMENTS, mask_arguments
+from wf_backends.parallel import MASK_ARGUMENTS
+from wf_transformers.attention.blocks import BLOCKS
 
 MaskKwargs = Mapping[str, Any]
 NO_DOCUMENTS: MaskKwargs = MappingProxyType({})
+OF_CALLS = (*MASK_ARGUMENTS, BLOCKS)
+"""Keyword arguments of a call of a model that describe its mask."""
 
 OUTSIDE = (
     "this call does not say which documents it has, but the batch or earlier calls did. Call the "
@@ -30,6 +33,11 @@ NOT_CUT = (
     "encoders of images, videos and sounds that are cut; for another one name the modules between "
     "which rows are cut, wf_transformers.shard_between(handle, first, last)"
 )
+
+
+def of_call(kwargs: Mapping[str, Any]) -> MaskKwargs:
+    """What a call's keyword arguments say about its mask."""
+    return {key: kwargs[key] for key in OF_CALLS if kwargs.get(key) is not None}
 
 
 class Scope(NamedTuple):
@@ -117,8 +125,8 @@ class Documents:
             ValueError: if a batch or earlier calls had documents, and this call is in no scope and
                 has none.
         """
-        if any(key in kwargs for key in MASK_ARGUMENTS):
-            return mask_arguments(kwargs)
+        if any(key in kwargs for key in OF_CALLS):
+            return of_call(kwargs)
         if self.running:
             return self.running.mask_kwargs
         if self.used:

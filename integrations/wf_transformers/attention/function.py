@@ -15,6 +15,7 @@ from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_backends.comm import Shared
 from wf_backends.schedule import SLICE_ARGUMENTS
+from wf_transformers.attention.blocks import BLOCKS, masks_with_blocks
 from wf_transformers.attention.documents import Documents, by_sample
 from wf_transformers.attention.llama4 import chunk_borders, scaled_by_position
 from wf_transformers.attention.masks import MaskCheck, padding_of
@@ -139,8 +140,10 @@ class Attention(Shared):
             if SLICE_ARGUMENTS[0] in documents:
                 refuse_window(module, window)
                 return {**documents}
-            window = window or (-1, -1)
             borders = by_sample(documents)
+            if BLOCKS in documents:
+                causal, borders = True, {"masks": masks_with_blocks(documents, window)}
+            window = window or (-1, -1)
             return {"causal": causal, "window_size": window, "seqlen": seqlen, **borders}
         causal = causal and stack_role != "cross"
         masks = padding_of(mask, causal, seqlen)
@@ -173,7 +176,7 @@ class Attention(Shared):
         if masks is None:
             return self.sp.attention(q, k, v, **options, name=name)
         samples = zip(*(x.split(1) for x in (q, k, v)), masks, strict=True)
-        out = [self.sp.attention(*qkv, **options, **mask, name=name) for *qkv, mask in samples]
+        out = [self.sp.attention(*qkv, **{**options, **mask}, name=name) for *qkv, mask in samples]
         return torch.cat(out)
 
     def record_layer_names(self, model: nn.Module) -> None:

@@ -13,12 +13,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wf_backends import SequenceParallel
+from wf_backends.schedule import LAYOUTS, SLICE_ARGUMENTS
+from wf_transformers.attention.blocks import BLOCKS, Block
 from wf_transformers.calls import refuse_media
 from wf_transformers.families.media_sizes import (
     NUMBERS,
@@ -27,15 +30,20 @@ from wf_transformers.families.media_sizes import (
     with_neighbours,
 )
 from wf_transformers.families.media_table import (
+    BLOCK_TYPES,
     QWEN,
     TABLE,
     TIMES,
     TYPES,
+    Media,
     Modality,
+    by_image,
     media_keys,
     media_of,
+    prefix,
     token_of,
 )
+from wf_transformers.models import windows_of
 
 FEATURE_ROWS = "media_rows"
 """Key of a local batch: for each modality, indices of the features of this rank's tokens."""
@@ -58,7 +66,8 @@ def shard_media(
         A batch for `forward_kwargs`.
 
     Raises:
-        NotImplementedError: for another model.
+        NotImplementedError: for another model, for media that it does not take, and for a prefix
+            (PaliGemma 2) longer than a sliding window.
         ValueError: if tokens and features differ in number, or the ranks' batches differ.
     """
     return cut_media(model, sp, batch, partial(sp.shard_batch, pad_token_id=pad_token_id))
@@ -77,7 +86,9 @@ def cut_media(
     media = {key: batch[key] for key in media_keys(row) if batch.get(key) is not None}
     refuse_media(model, {key: x for key, x in batch.items() if key not in media})
     sp.check_same(media)
-    tokens = {k: v for k, v in batch.items() if k not in (*media, TIMES, TYPES)}
+    blocks = _blocks(model, row, batch, sp.config.layout)
+    for_positions = (TIMES, TYPES) if row.blocks is None else (TIMES, TYPES, BLOCK_TYPES)
+    tokens = {k: v for k, v in batch.items() if k not in (*media, *for_positions)}
     modalities = [x for x in row.modalities if x.values in media]
     for modality in modalities:
         is_feature = batch["input_ids"] == token_of(model, modality)
@@ -97,7 +108,48 @@ def cut_media(
         parts, rows = _media_of_rank(modality, media, patches, features, token_numbers)
         local |= parts
         feature_rows.append(rows)
-    return local | ({FEATURE_ROWS: feature_rows} if feature_rows else {})
+    features = {FEATURE_ROWS: feature_rows} if feature_rows else {}
+    return local | features | blocks
+
+
+def _blocks(model: Any, row: Media, batch: Mapping[str, Any], layout: str) -> dict[str, Any]:
+    """{BLOCKS: those of all samples}, or nothing if there are none."""
+    types = batch.get(BLOCK_TYPES)
+    if row.blocks is None or types is None:
+        return {}
+    numbers = row.blocks(types)
+    if (mask := batch.get("attention_mask")) is not None:
+        numbers = numbers.masked_fill(mask == 0, -1)
+    samples = tuple(map(_blocks_of_sample, numbers.tolist()))
+    if row.blocks is by_image and not any(samples):
+        return {}  # the layers are causal by themselves; PaliGemma's are not
+    slices = next((key for key in SLICE_ARGUMENTS if batch.get(key) is not None), None)
+    if slices is not None:
+        raise ValueError(f"{slices} say all that is seen, and {BLOCK_TYPES} too: leave one out")
+    if LAYOUTS[layout].needs_documents or LAYOUTS[layout].needs_slices:
+        raise ValueError(
+            f'"layout": "{layout}" follows from a mask that all samples and layers share, and in '
+            f'{type(model).__name__} samples have blocks of their own: take "zigzag"'
+        )
+    longest = max((x[-1][1] - x[0][0] for blocks in samples for x in blocks), default=0)
+    window = min(windows_of(model), default=longest)
+    if row.blocks is prefix and longest > window:
+        raise NotImplementedError(
+            f"{type(model).__name__}: a prefix of {longest} tokens is longer than the sliding "
+            f"window of {window}, which does not hold inside of it; take a shorter prompt"
+        )
+    return {BLOCKS: (types.shape[1], samples)}
+
+
+def _blocks_of_sample(numbers: list[int]) -> tuple[Block, ...]:
+    """From the block of each token, -1 = none, the ranges of every block."""
+    blocks: dict[int, list[tuple[int, int]]] = {}
+    stop = 0
+    for number, run in groupby(numbers):
+        start, stop = stop, stop + len(list(run))
+        if number >= 0:
+            blocks.setdefault(number, []).append((start, stop))
+    return tuple(map(tuple, blocks.values()))
 
 
 def rope_positions(model: Any, batch: Mapping[str, Any]) -> Tensor:

@@ -12,12 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wf_transformers.attention.documents import MASK_ARGUMENTS
+from wf_transformers.attention.documents import OF_CALLS
 from wf_transformers.attention.function import Attention
 from wf_transformers.calls import by_name, parameter_names, refuse_call, refuse_media
 from wf_transformers.families.media import FEATURE_ROWS
 from wf_transformers.families.media_sizes import merging_model
-from wf_transformers.families.media_table import Media, language_model, media_of, token_of
+from wf_transformers.families.media_table import (
+    BLOCK_TYPES,
+    Media,
+    language_model,
+    media_of,
+    token_of,
+)
 from wf_transformers.handle import Handle
 
 
@@ -63,7 +69,7 @@ class _FeatureSelection:
     def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the indices from `shard_media`, and refuse media that it did not cut."""
         self.pending[:] = kwargs.pop(FEATURE_ROWS, ())
-        self.documents = {key: kwargs.pop(key) for key in MASK_ARGUMENTS if key in kwargs}
+        self.documents = {key: kwargs.pop(key) for key in OF_CALLS if key in kwargs}
         positions = kwargs.get("position_ids")
         if self.row.rope and isinstance(positions, Tensor) and positions.dim() == 2:  # only text
             kwargs["position_ids"] = positions.expand(3, *positions.shape)
@@ -71,6 +77,7 @@ class _FeatureSelection:
             arguments = by_name(self.names, args, kwargs)
             if self.attention.cache is None:
                 refuse_call(self.model, arguments, self.names, self.attention.logits_are_whole)
+                self._refuse_types(arguments)
             known = [x.values for x in self.row.modalities]
             refuse_media(self.model, {k: x for k, x in arguments.items() if k not in known})
             media = [key for key in known if arguments.get(key) is not None]
@@ -81,6 +88,14 @@ class _FeatureSelection:
                     "rank those of its tokens"
                 )
         return args, kwargs
+
+    def _refuse_types(self, arguments: dict[str, Any]) -> None:
+        if self.row.blocks is not None and arguments.get(BLOCK_TYPES) is not None:
+            raise ValueError(
+                f"{type(self.model).__name__} was called with {BLOCK_TYPES}, which would be lost: "
+                "cut the batch by wf_transformers.shard_media(model, sp, batch), which makes "
+                "blocks of them"
+            )
 
     def pass_on(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the documents to the language model: not every model passes keywords on, and in an

@@ -5,13 +5,14 @@ Shapes: b batch, S tokens, n features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_transformers.families.media_sizes import (
@@ -25,6 +26,7 @@ from wf_transformers.families.media_sizes import (
 )
 from wf_transformers.models import outermost, row_of
 
+BLOCK_TYPES = "token_type_ids"
 TIMES, TYPES = "second_per_grid_ts", "mm_token_type_ids"
 """Arguments for positions only: of videos, and of tokens (0 text, 1 image, 2 video)."""
 ENCODED = (
@@ -60,10 +62,27 @@ class Media:
     modalities: tuple[Modality, ...]
     modules: tuple[str, ...]
     """The modules that see media, and no tokens. The last one returns the features (n, width)."""
+    blocks: Callable[[Tensor], Tensor] | None = None
+    """From token_type_ids (b, S) the block of each token (b, S), -1 where there is none: tokens of
+    a block see each other in both directions."""
     rope: bool = False
     """Whether positions are (3, b, S), from the model's get_rope_index."""
 
 
+def by_image(types: Tensor) -> Tensor:
+    """Type 1 is an image. In transformers 4 all images of a sample are one block."""
+    is_image = types == 1
+    first = is_image & ~is_image.roll(1, dims=1)
+    first[:, 0] = is_image[:, 0]
+    return torch.where(is_image, first.cumsum(dim=1) if HAS_INNER else 1, -1)
+
+
+def prefix(types: Tensor) -> Tensor:
+    """Type 0 is the prefix."""
+    return torch.where(types == 0, 0, -1)
+
+
+HAS_INNER = hasattr(transformers, "LlavaOnevisionModel")  # since transformers 5
 IMAGE, VIDEO, AUDIO = "image_token", "video_token", "audio_token"
 ENCODE_IMAGES, ENCODE_VIDEOS = "get_image_features", "get_video_features"
 TOWER = ("vision_tower", "multi_modal_projector")
@@ -77,8 +96,8 @@ TILES = Modality("pixel_values", IMAGE, ENCODE_IMAGES, equal("pixel_values"))
 TILED = Media((TILES,), TOWER)
 PACKED = Modality("pixel_values", IMAGE, "pack_image_features", packed, ("image_sizes", NUMBERS))
 CLIPS = Modality("pixel_values_videos", VIDEO, ENCODE_VIDEOS, equal("pixel_values_videos"))
-HAS_INNER = hasattr(transformers, "LlavaOnevisionModel")  # else its method gives no features
 ONEVISION = Media((PACKED, CLIPS) if HAS_INNER else (PACKED,), TOWER)
+"""In transformers 4 the method for videos gives no features."""
 PADDED = Modality(
     "pixel_values",
     IMAGE,
@@ -100,6 +119,7 @@ TABLE: Mapping[str, Media] = MappingProxyType(
         "LlavaForConditionalGeneration": LLAVA,
         "LlavaNextForConditionalGeneration": Media((PACKED,), TOWER),
         "LlavaOnevisionForConditionalGeneration": ONEVISION,
+        "Gemma3ForConditionalGeneration": Media((TILES,), TOWER, by_image),
         "Mistral3ForConditionalGeneration": LLAVA,
         "InternVLForConditionalGeneration": TILED,
         "AyaVisionForConditionalGeneration": TILED,
@@ -110,6 +130,8 @@ TABLE: Mapping[str, Media] = MappingProxyType(
             (SOUNDS,), ("audio_tower", "multi_modal_projector")
         ),
     }
+    # In transformers 4 its prefix is all of a call without labels
+    | ({"PaliGemmaForConditionalGeneration": Media((TILES,), TOWER, prefix)} if HAS_INNER else {})
 )
 
 

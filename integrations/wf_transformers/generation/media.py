@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from wf_backends import SequenceParallel
+from wf_transformers.attention.blocks import BLOCKS
 from wf_transformers.calls import MEDIA
 from wf_transformers.families.media import FEATURE_ROWS, cut_media, rope_positions
 from wf_transformers.families.media_table import TABLE, media_arguments, media_of, token_of
@@ -92,4 +93,7 @@ def _repeated(model: Any, local: dict[str, Any], repeats: int) -> dict[str, Any]
         rows += [torch.cat([x.repeat(repeats) for x in of_samples])]
     positions = local["position_ids"].repeat_interleave(repeats, dim=-2)
     ids = ids.repeat_interleave(repeats, dim=0)
+    if BLOCKS in local:
+        seqlen, samples = local[BLOCKS]
+        local |= {BLOCKS: (seqlen, tuple(x for x in samples for _ in range(repeats)))}
     return local | {"input_ids": ids, "position_ids": positions, FEATURE_ROWS: rows}

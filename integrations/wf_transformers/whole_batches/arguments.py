@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from wf_backends.parallel import slices_of_mask
-from wf_transformers.attention.documents import MASK_ARGUMENTS, mask_arguments
+from wf_backends.parallel import mask_arguments, slices_of_mask
+from wf_transformers.attention.documents import MASK_ARGUMENTS
 from wf_transformers.batch import is_causal
 from wf_transformers.calls import (
     CACHES,

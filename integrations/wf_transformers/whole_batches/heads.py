@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends._compile import eager
-from wf_transformers.attention.documents import mask_arguments
+from wf_backends.parallel import mask_arguments
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import (
     TOKENS,

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from wf_backends._compile import eager
-from wf_backends.parallel import count_valid, token_loss
-from wf_transformers.attention.documents import mask_arguments
+from wf_backends.parallel import count_valid, mask_arguments, token_loss
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import PARTIAL_STATES, by_name
 from wf_transformers.families.experts import router_loss, wants_router_loss
