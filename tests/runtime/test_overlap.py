@@ -152,16 +152,6 @@ def test_own_keys_are_computed_while_those_of_others_arrive():
         assert "compute" in events[post_reduce : events.index("wait backward reduce")]
 
 
-def test_a_rank_that_only_sends_does_not_wait_for_the_receiver():
-    """Under a causal mask rank 3 reads rank 1's keys in step 2. Rank 1 computes before it waits."""
-    case = Case(ring(4), ring(4), contiguous(4, 32), Mask(CAUSAL))
-    events = run_threads(4, events_of, case)[1]
-    last_index = {event: index for index, event in enumerate(events)}
-    _, second_compute, *_ = (i for i, event in enumerate(events) if event == "compute")
-    post, wait = last_index["post forward step 1"], last_index["wait forward step 1"]
-    assert post < second_compute < wait
-
-
 @pytest.mark.parametrize(("route", "fetches"), (("all_gather", 3), ("ring", 0)))
 def test_all_gather_fetches_the_keys_of_each_owner_separately(route, fetches):
     def count_fetches(comm):

@@ -170,26 +170,6 @@ class RankProgram:
     """As in `Step`, for the buffer of the side that stays."""
 
     @cached_property
-    def hop_peers(self) -> tuple[frozenset[int], ...]:
-        """The peers of each step's hop and of the partial results that are posted with it: [step].
-
-        Rows from or to a peer of the hop are posted together with the hop. Posted after
-        it, they would wait: a link that is busy in one direction does not start the other one.
-        """
-        peers = list[frozenset[int]]()
-        for before, step in zip((None, *self.steps), self.steps, strict=False):
-            hop = [*step.hop_out, *step.hop_in]
-            if before is not None:
-                hop += (
-                    *before.partial_out,
-                    *step.partial_in,
-                    *before.reduce_out,
-                    *before.reduce_in,
-                )
-            peers.append(frozenset(parcel.peer for parcel in hop))
-        return tuple(peers)
-
-    @cached_property
     def stay_is_local(self) -> bool:
         """Whether no rows of the side that stays, and no results for them, are ever sent."""
         return all(round_ == Round(round_.tiles) for step in self.steps for round_ in step.rounds)

@@ -72,8 +72,7 @@ def run(
     for index in program.busy_steps:
         inbound = running.post(index)
         running.compute(index)
-        for messages in inbound:
-            messages.wait()
+        inbound.wait()
     stay_results, walk_results = running.finish()
     return (walk_results, stay_results) if program.queries_walk else (stay_results, walk_results)
 
@@ -117,11 +116,10 @@ class _RunningPass:
         self.returning: list[Messages] = []
         self.fetches = [self._fetch(r.fetch, self.stay_shard) for r in program.steps[0].rounds]
 
-    def post(self, index: int) -> list[Messages]:
+    def post(self, index: int) -> Messages:
         """Start the messages of a step: forward held rows, send own rows, receive the next rows.
 
-        Returns:
-            The messages that must have arrived before the next step.
+        They must have arrived before the next step.
         """
         previous = self.program.steps[index - 1] if index > 0 else None
         step = self.program.steps[index]
@@ -135,16 +133,18 @@ class _RunningPass:
             fits = self.spare and self.spare[0].size(0) == step.next_num_rows
             self.next_held = self.spare if fits else empty_rows(step.next_num_rows, self.walk_shard)
         self.step_label = f"{self.name} step {index}"
-        hop = Messages(self.comm, self.step_label, self.in_flight)
+        messages = Messages(self.comm, self.step_label, self.in_flight)
         for parcel in step.hop_out:
-            hop.send(parcel, self.held)
+            messages.send(parcel, self.held)
         for parcel in step.hop_in:
-            hop.receive(parcel, self.next_held)
+            messages.receive(parcel, self.next_held)
         if self.walk_accumulators.shapes:
-            self._move_partials(hop, previous, step)
-        if not (step.owner_out or step.owner_in):
-            return [hop.post()]
-        return self._send_own(hop, step, self.program.hop_peers[index])
+            self._move_partials(messages, previous, step)
+        for parcel in step.owner_out:
+            messages.send(parcel, self.walk_shard)
+        for parcel in step.owner_in:
+            messages.receive(parcel, self.next_held)
+        return messages.post()
 
     def compute(self, index: int) -> None:
         """Compute the tiles of a step, round by round; send finished results to their owners."""
@@ -190,7 +190,7 @@ class _RunningPass:
             self.stay_total.add(stay.own_in_shard, own_results)
         for messages in self.returning:
             messages.wait()
-        for messages in list(self.in_flight):  # those that only sent
+        for messages in list(self.in_flight):  # rows passed on in the last round
             messages.wait()
         stay_results = Results(self.stay_total.buffers(), self.stay)
         return stay_results, Results(self.walk_total.buffers(), self.gathered)
@@ -223,24 +223,7 @@ class _RunningPass:
             messages.receive(parcel, self.fetch_buffers)
         return messages.post()
 
-    def _send_own(self, hop: Messages, step: Step, hop_peers: frozenset[int]) -> list[Messages]:
-        """Post the hop, own rows for their next readers, and the receives of owners' rows.
-
-        Rows from or to a peer of the hop travel with the hop. A rank that only sends the others
-        does not wait for them before the next step.
-        """
-        with_hop = hop_peers | {self.comm.rank}
-        owners = Messages(self.comm, hop.label, self.in_flight)
-        for parcel in step.owner_out:
-            (hop if parcel.peer in with_hop else owners).send(parcel, self.walk_shard)
-        for parcel in step.owner_in:
-            (hop if parcel.peer in with_hop else owners).receive(parcel, self.next_held)
-        hop.post()
-        owners.post()
-        awaits_owners = any(parcel.peer not in with_hop for parcel in step.owner_in)
-        return [hop, owners] if awaits_owners else [hop]
-
-    def _move_partials(self, hop: Messages, previous: Step | None, step: Step | None) -> None:
+    def _move_partials(self, messages: Messages, previous: Step | None, step: Step | None) -> None:
         """Send the previous step's partial results to the next rank of the hop, or to the owners.
 
         Received ones are added to the results of this step, or to the total of own rows.
@@ -252,12 +235,12 @@ class _RunningPass:
         if previous is None or not leaving:
             return
         for parcel in (*previous.partial_out, *previous.reduce_out):
-            hop.send(parcel, leaving, dtypes)
+            messages.send(parcel, leaving, dtypes)
         for parcel in step.partial_in if step else ():
             add_to_partial = partial(scatter, self.walk_partial, self.walk_accumulators.combine)
-            hop.collect(parcel, leaving, add_to_partial, dtypes)
+            messages.collect(parcel, leaving, add_to_partial, dtypes)
         for parcel in previous.reduce_in:
-            hop.collect(parcel, leaving, self.walk_total.add, dtypes)
+            messages.collect(parcel, leaving, self.walk_total.add, dtypes)
 
     def _return(self, exchange: Exchange, place: Place) -> Messages | None:
         """Send finished results towards the rows' owners; `place` takes the received ones."""
