@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.dense import dense_attention, largest
 from tests.helpers import run_threads
+from tests.sent_bytes import bytes_sent
 from wf_backends.comm import Communicator
 from wf_backends.kernels import Dropout, Kernel, Scores
 from wf_backends.kernels.reference import ReferenceKernel
@@ -17,7 +18,6 @@ from wf_backends.lowering.derivation import Problem, lower
 from wf_backends.lowering.message_bytes import (
     Shape,
     backward_row_bytes,
-    bytes_sent,
     forward_row_bytes,
 )
 from wf_backends.lowering.program import RankProgram

@@ -10,12 +10,13 @@ import pytest
 
 from tests.cost.passes import KINDS, SHAPE, kind_id, route
 from tests.planning import lab_cluster, placements_both_ways
+from tests.sent_bytes import bytes_sent
 from tests.slices import window_with_sinks
 from wf_backends.cost.exact_cost import pass_cost, problem_of, rank_phases
 from wf_backends.cost.simulator import LinkEnd, Messages, link_ends
 from wf_backends.cost.workload import FORWARD, HeadSplit, PassKind, Workload
 from wf_backends.lowering.derivation import lower
-from wf_backends.lowering.message_bytes import Shape, bytes_sent
+from wf_backends.lowering.message_bytes import Shape
 from wf_backends.lowering.program import RankProgram
 from wf_backends.schedule.mask import CAUSAL, Band, Mask, make_mask
 from wf_backends.schedule.placement import digits, orders, place

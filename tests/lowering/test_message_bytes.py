@@ -8,11 +8,11 @@ import pytest
 
 from tests.cases import schedules
 from tests.schedule.positions import positions
+from tests.sent_bytes import bytes_sent
 from wf_backends.lowering.derivation import Problem, lower
 from wf_backends.lowering.message_bytes import (
     Shape,
     backward_row_bytes,
-    bytes_sent,
     forward_row_bytes,
 )
 from wf_backends.schedule.layout import contiguous, make_layout, zigzag

@@ -90,9 +90,8 @@ def buffer_bytes(
 def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Iterator[RankPhase]:
     """Everything that one rank does in a pass, in order.
 
-    The bytes are those of `message_bytes.bytes_sent`, and of the runtime, which count fetches as
-    gathering, and results of the side that stays as reducing. A round takes
-    scores * score_s + calls * call_s.
+    The bytes are those that the runtime sends, which counts fetches as gathering, and results of
+    the side that stays as reducing. A round takes scores * score_s + calls * call_s.
     """
     rows, score_s, rate = kind.row_bytes(split.shape), kind.seconds_per_score(split), split.rate
 
