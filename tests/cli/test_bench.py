@@ -47,14 +47,14 @@ def test_bench_reduces_a_preset_to_the_size_of_the_job(wallfacer, wallfacer_json
 
 
 def test_bench_predicts_by_the_rate_of_the_named_kernel_if_there_is_one() -> None:
-    from wf_backends.cli.bench import heading, priced
+    from wf_backends.cli.bench import heading, with_rate
 
     without_rate = load(TWO_HOSTS)
     kernels = (*without_rate.kernels, ("reference", KernelRate(1e6, 1e6)))
-    with_rate = replace(without_rate, kernels=kernels)
-    request = Request(with_rate, Model(8, 2, 64, 8192, kernel="reference").workload())
-    assert priced(request) == request and "rate" not in heading(request)
-    assert priced(replace(request, topology=without_rate)).workload.kernel == "sdpa"
+    rated = replace(without_rate, kernels=kernels)
+    request = Request(rated, Model(8, 2, 64, 8192, kernel="reference").workload())
+    assert with_rate(request) == request and "rate" not in heading(request)
+    assert with_rate(replace(request, topology=without_rate)).workload.kernel == "sdpa"
 
 
 def test_bench_writes_a_trace(wallfacer, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def bench(
         comm, device = make_comm(), launched.device
         cluster = job_topology(comm, topology, device, o.cache_folder_of(cache_dir))
         request = Request(cluster, workload, exact_up_to=EXACT_UP_TO, **o.layer_arguments(layers))
-        plans = with_ring(all_plans(priced(request)), priced(request), top)
+        plans = with_ring(all_plans(with_rate(request)), with_rate(request), top)
         inputs = cache(partial(draw_inputs, model, comm.rank, device))
         calls = [prepare(plan, model, comm, inputs) for plan in plans]
         times = run(calls, Timer(comm, device), repeats)
@@ -98,7 +98,7 @@ def show(plans: list[Plan], times: list[float], request: Request, as_json: bool)
     if as_json:
         data = {
             "topology": request.topology.to_dict(),
-            "rate_of": priced(request).workload.kernel,
+            "rate_of": with_rate(request).workload.kernel,
             "fastest": config(fastest, request),
             "plans": [plan_data(plan, request) | {"measured_s": time} for plan, time in measured],
         }
@@ -117,7 +117,7 @@ def show(plans: list[Plan], times: list[float], request: Request, as_json: bool)
     print(f"Fastest here: {scheme(fastest, size)}. {config_block(fastest, request)}")
 
 
-def priced(request: Request) -> Request:
+def with_rate(request: Request) -> Request:
     """The request with a kernel that has a rate: the one that runs, or the topology's first."""
     rates, kernel = request.topology.kernels, request.workload.kernel
     kernel = kernel if kernel in dict(rates) else rates[0][0]
@@ -170,8 +170,8 @@ def prepare(
 def heading(request: Request) -> str:
     """The table's title; it names the kernel whose rate predicts if another kernel runs."""
     cluster, kernel = request.topology, request.workload.kernel
-    priced_kernel = priced(request).workload.kernel
+    rated_kernel = with_rate(request).workload.kernel
     title = f"{cluster.name}: {cluster.size} ranks; forward and backward"
-    if kernel in (AUTO, priced_kernel):
+    if kernel in (AUTO, rated_kernel):
         return title
-    return f"{title}; predicted by the rate of {priced_kernel}: the topology has none of {kernel}"
+    return f"{title}; predicted by the rate of {rated_kernel}: the topology has none of {kernel}"

@@ -88,13 +88,9 @@ class JobTopology:
         return replace(topology, memory_bytes=topology.memory_bytes / sharing_memory)
 
 
-def job_hosts(comm: Communicator, host: str | None = None) -> list[str]:
-    """The host name of every rank, by rank. Collective.
-
-    Args:
-        host: the name to use for this rank's host; None = its host name.
-    """
-    return gather_texts(comm, host or socket.gethostname())
+def job_hosts(comm: Communicator) -> list[str]:
+    """The host name of every rank, by rank. Collective."""
+    return gather_texts(comm, socket.gethostname())
 
 
 def job_topology(comm: Communicator, source: str, device: torch.device, folder: Path) -> Topology:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from wf_backends.cluster.timer import FEW_REPEATS, MIN_BYTES, Peers, Timer, Work
 from wf_backends.cluster.topology import Link
+from wf_backends.schedule import divisors
 
 INSIDE_MESSAGE_S = 0.2  # of a message inside a host, where the link has no traffic shaping
 ROUGH_MESSAGE_S = 0.1  # of a message that is only compared with another one
@@ -67,5 +68,4 @@ def _counterparts(timer: Timer, per_host: int) -> Peers:
 
 def nearest_divisor(n: int, value: float) -> int:
     """The divisor of n that is nearest to `value`, by ratio."""
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
-    return min(divisors, key=lambda d: max(d / max(value, 1e-9), value / d))
+    return min(divisors(n), key=lambda d: max(d / max(value, 1e-9), value / d))
