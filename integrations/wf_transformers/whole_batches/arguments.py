@@ -183,9 +183,32 @@ def with_documents(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_cu_seqlens(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call with flash attention's borders of documents as "cu_seqlens"."""
+    """The arguments of a call with documents that are told for flash attention as "cu_seqlens"."""
     result = {key: value for key, value in arguments.items() if key not in VARLEN}
     borders = arguments.get(VARLEN[0])
     if isinstance(borders, Tensor) and result.get("cu_seqlens") is None:
         result["cu_seqlens"] = tuple(borders.to(torch.int64).tolist())
-    return result
+    mask = result.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask_arguments(result):
+        return result
+    return result | _numbered_documents(mask) if bool((mask > 1).any()) else result
+
+
+def _numbered_documents(mask: Tensor) -> dict[str, Any]:
+    """ "cu_seqlens" and the mask of valid tokens, from an attention_mask (b, S) such as 1 1 2 2 2 0
+    of the collators that pack samples for axolotl and LLaMA-Factory: the number of a token's
+    document, 0 at padding.
+
+    Raises:
+        ValueError: if the samples of the batch have different documents, or numbers fall.
+    """
+    number = mask[0]
+    falls = (number[1:] < number[:-1]) & (number[1:] != 0)
+    if bool((mask != number).any()) or bool(falls.any()):
+        raise ValueError(
+            "attention_mask numbers documents, but not the same ones, 1 1 2 2 2 0, in every "
+            "sample of the batch: documents are shared by all samples; use a batch of 1"
+        )
+    starts = 1 + torch.nonzero(number[1:] != number[:-1]).flatten()
+    borders = (0, *starts.tolist(), len(number))
+    return {"attention_mask": (mask != 0).to(mask.dtype), "cu_seqlens": borders}
