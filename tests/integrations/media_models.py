@@ -163,6 +163,18 @@ def paligemma() -> Any:
     return tf.PaliGemmaForConditionalGeneration(config)
 
 
+def qwen2_audio() -> Any:
+    """A token for 4 frames of a sound."""
+    audio = {"d_model": 16, "encoder_ffn_dim": 32, "encoder_attention_heads": 2}
+    audio |= {"encoder_layers": 2, "num_mel_bins": 3, "max_source_positions": 8}
+    config = tf.Qwen2AudioConfig(
+        text_config={"model_type": "qwen2", **SMALL, **HEADS},
+        audio_config=audio,
+        audio_token_index=IMAGE,
+    )
+    return tf.Qwen2AudioForConditionalGeneration(config)
+
+
 def idefics3() -> Any:
     """One token for 2 x 2 patches, of images padded by sample."""
     return tf.Idefics3ForConditionalGeneration(tf.Idefics3Config(**_shuffled()))
@@ -185,7 +197,7 @@ def _shuffled() -> dict[str, Any]:
 
 MODELS = {"qwen2_vl": qwen2_vl, "qwen2_5_vl": qwen2_5_vl, "llava": llava, "pixtral": pixtral}
 MODELS |= {"mistral3": mistral3, "llava_next": llava_next, "llava_onevision": llava_onevision}
-MODELS["gemma3"] = gemma3
+MODELS |= {"gemma3": gemma3, "qwen2_audio": qwen2_audio}
 MODELS |= {"aya_vision": aya_vision, "idefics3": idefics3, "smolvlm": smolvlm}
 
 
@@ -218,6 +230,33 @@ def cohere2_vision() -> Any:
     return tf.Cohere2VisionForConditionalGeneration(config)
 
 
+def glm4v(config: Any = None, model: Any = None, **text: Any) -> Any:
+    """Its videos have the tokens of images, and are refused."""
+    config, model = config or tf.Glm4vConfig, model or tf.Glm4vForConditionalGeneration
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    rope["partial_rotary_factor"] = 1.0
+    vision = {**PATCHES, "depth": 2, "hidden_size": 16, "intermediate_size": 24, "image_size": 8}
+    options = {**SMALL, **HEADS, "pad_token_id": 0, "rope_parameters": rope, **text}
+    built = config(
+        text_config=options,
+        vision_config=vision | {"out_hidden_size": 32},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+    )
+    built.text_config._experts_implementation = "eager"  # the others have no float64
+    return model(built)
+
+
+def glm4v_moe() -> Any:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    experts |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "head_dim": 8}
+    return glm4v(tf.Glm4vMoeConfig, tf.Glm4vMoeForConditionalGeneration, **experts)
+
+
+def glm_ocr() -> Any:
+    return glm4v(tf.GlmOcrConfig, tf.GlmOcrForConditionalGeneration, head_dim=8)
+
+
 def qwen3_5() -> Any:
     """Its language model has recurrences, too."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
@@ -239,7 +278,8 @@ def qwen3_5() -> Any:
 
 if hasattr(tf, "Qwen3VLConfig"):  # transformers 5
     MODELS |= {"qwen3_vl": qwen3_vl, "internvl": internvl, "voxtral": voxtral}
-    MODELS |= {"cohere2_vision": cohere2_vision, "paligemma": paligemma}
+    MODELS |= {"cohere2_vision": cohere2_vision, "paligemma": paligemma, "glm4v": glm4v}
+    MODELS |= {"glm4v_moe": glm4v_moe, "glm_ocr": glm_ocr}
 if hasattr(tf, "Qwen3_5Config"):
     MODELS["qwen3_5"] = qwen3_5
 
@@ -372,6 +412,15 @@ def paligemma_batch() -> dict[str, Any]:
     return batch | {"token_type_ids": (numbers >= torch.tensor([[9], [7]])).long()}
 
 
+def qwen2_audio_batch() -> dict[str, Any]:
+    """Two samples, of 3 and 1 sounds, of 16, 12, 8 and 16 frames with one token for 4."""
+    frames = torch.tensor([[16], [12], [8], [16]])
+    samples = [[3, *[IMAGE] * 4, 7, *[IMAGE] * 3, 8, *[IMAGE] * 2, 9], [4, *[IMAGE] * 4, 7]]
+    seen = (torch.arange(16) < frames).long()
+    sounds = {"input_features": random_normal(4, 3, 16), "feature_attention_mask": seen}
+    return sounds | padded(samples)
+
+
 def voxtral_batch() -> dict[str, Any]:
     """Two samples, of 3 and 1 sounds."""
     sounds = {"input_features": random_normal(4, 3, 16)}
@@ -383,6 +432,8 @@ BATCHES |= {"internvl": llava_batch, "voxtral": voxtral_batch}
 BATCHES |= {"llava_next": llava_next_batch, "llava_onevision": onevision_batch}
 BATCHES |= {"aya_vision": llava_batch, "cohere2_vision": llava_batch}
 BATCHES |= {"gemma3": gemma3_batch, "paligemma": paligemma_batch}
+BATCHES |= {"qwen2_audio": qwen2_audio_batch}
+BATCHES |= dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr"), qwen_batch)
 BATCHES |= {"idefics3": idefics3_batch, "smolvlm": idefics3_batch}
 
 

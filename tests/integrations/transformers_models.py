@@ -149,9 +149,12 @@ def stay_in_float64(monkeypatch: Any) -> None:
     monkeypatch.setattr(
         Tensor, "type", lambda x, *a, **k: x if narrows(x, *a, **k) else as_type(x, *a, **k)
     )
-    softmax = functional.softmax
+    softmax, grid_sample = functional.softmax, functional.grid_sample
 
     def softmax_(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return softmax(x, *args, **(kwargs | {"dtype": None} if narrows(x, **kwargs) else kwargs))
 
     monkeypatch.setattr(functional, "softmax", softmax_)
+    monkeypatch.setattr(
+        functional, "grid_sample", lambda x, at, **k: grid_sample(x, at.to(x.dtype), **k)
+    )

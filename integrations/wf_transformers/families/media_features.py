@@ -19,6 +19,7 @@ from wf_transformers.families.media import FEATURE_ROWS
 from wf_transformers.families.media_sizes import merging_model
 from wf_transformers.families.media_table import (
     BLOCK_TYPES,
+    MERGE_SOUNDS,
     Media,
     language_model,
     media_of,
@@ -38,6 +39,10 @@ def hook_media(model: nn.Module, handle: Handle) -> None:
         language_model(model).register_forward_pre_hook(selection.pass_on, with_kwargs=True),
     )
     methods = [x.features for x in row.modalities if hasattr(inner, x.features)]
+    if MERGE_SOUNDS in methods:
+        handle.hooks(inner.register_forward_pre_hook(selection.hide_sounds, with_kwargs=True))
+        handle.set(inner, MERGE_SOUNDS, selection.merge_sounds)
+        return
     for method in methods:
         handle.set(inner, method, partial(selection.encode, getattr(inner, method)))
     if not methods:
@@ -65,6 +70,10 @@ class _FeatureSelection:
         """Feature indices of the modalities that the running call has not encoded yet."""
         self.documents: dict[str, Any] = {}
         """Documents or slices of the running call, for the language model."""
+        self.is_sound = torch.empty(0)
+        """(b, s): which tokens of the running call stand for features, for `merge_sounds`."""
+        self.positions: Any = None
+        """Its position_ids."""
 
     def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the indices from `shard_media`, and refuse media that it did not cut."""
@@ -97,9 +106,15 @@ class _FeatureSelection:
                 "blocks of them"
             )
 
-    def pass_on(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def pass_on(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the documents to the language model: not every model passes keywords on, and in an
         encoder borders of tokens would be taken for those of patches."""
+        if self.pending and called is not self.model:
+            raise ValueError(
+                f"{type(self.model).__name__} merged no features on this rank, and tokens of it "
+                "stand for some: Qwen2-Audio merges none where a rank has a single token; take "
+                "fewer ranks"
+            )
         documents, self.documents = self.documents, {}
         return args, kwargs | documents
 
@@ -124,6 +139,25 @@ class _FeatureSelection:
         if deepstack:
             features.deepstack_features = [(torch.cat(list(x))[rows],) for x in deepstack]
         return features
+
+    def hide_sounds(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give Qwen2-Audio no token of a sound: it would count those of this rank. It then calls
+        `merge_sounds`."""
+        if not self.pending or kwargs.get("input_ids") is None:
+            return None
+        ids, self.positions = kwargs["input_ids"], kwargs.get("position_ids")
+        self.is_sound = ids == token_of(self.model, self.row.modalities[0])
+        return args, kwargs | {"input_ids": ids.masked_fill(self.is_sound, 0)}
+
+    def merge_sounds(
+        self, features: Tensor, lengths: Tensor, embeds: Tensor, _: Tensor, mask: Any, labels: Any
+    ) -> tuple[Any, ...]:
+        """(embeddings with the features (sounds, n, width) of this rank's tokens, mask, labels,
+        positions, None)"""
+        is_valid = torch.arange(features.shape[1], device=lengths.device) < lengths[:, None]
+        selected = features[is_valid.to(features.device)][self.pending.pop(0)].to(embeds)
+        merged = embeds.masked_scatter(self.is_sound[..., None], selected)
+        return merged, mask, labels, self.positions, None
 
     def leave(self, _: nn.Module, __: Any, features: Tensor) -> Tensor:
         """After an encoder module: keep the features of this rank's tokens."""

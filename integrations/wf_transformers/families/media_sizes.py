@@ -77,6 +77,13 @@ def by_pixels(model: Any, media: Mapping[str, Tensor], tokens: int) -> Sizes:
     return [1] * len(features), features
 
 
+def by_frames(model: Any, media: Mapping[str, Tensor], _: int) -> Sizes:
+    """feature_attention_mask (media, frames): the frames of a sound that are not padding."""
+    frames = media["feature_attention_mask"].sum(dim=1)
+    _, features = merging_model(model).audio_tower._get_feat_extract_output_lengths(frames)
+    return [1] * len(features), features.tolist()
+
+
 def packed(model: Any, media: Mapping[str, Tensor], _: int) -> Sizes:
     """LLaVA-NeXT and LLaVA-OneVision: the model's own code joins the tiles of an image."""
     inner, config, sizes = merging_model(model), model.config, media["image_sizes"]

@@ -18,6 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 from wf_transformers.families.media_sizes import (
     NUMBERS,
     Count,
+    by_frames,
     by_grid,
     by_pixels,
     equal,
@@ -83,6 +84,8 @@ def prefix(types: Tensor) -> Tensor:
 
 
 HAS_INNER = hasattr(transformers, "LlavaOnevisionModel")  # since transformers 5
+MERGE_SOUNDS = "_merge_input_ids_with_audio_features"
+"""Qwen2-Audio's method for prompts with one token for each sound."""
 IMAGE, VIDEO, AUDIO = "image_token", "video_token", "audio_token"
 ENCODE_IMAGES, ENCODE_VIDEOS = "get_image_features", "get_video_features"
 TOWER = ("vision_tower", "multi_modal_projector")
@@ -90,6 +93,8 @@ GRID, VIDEO_GRID = "image_grid_thw", "video_grid_thw"
 IMAGES = Modality("pixel_values", IMAGE, ENCODE_IMAGES, by_grid(GRID), (GRID,))
 VIDEOS = Modality("pixel_values_videos", VIDEO, ENCODE_VIDEOS, by_grid(VIDEO_GRID), (VIDEO_GRID,))
 QWEN = Media((IMAGES, VIDEOS), ("visual",), rope=True)
+GLM = Media((IMAGES,), ("visual",), rope=True)
+"""Its videos have the tokens of images."""
 PICTURES = Modality("pixel_values", IMAGE, ENCODE_IMAGES, by_pixels, ("image_sizes",))
 LLAVA = Media((PICTURES,), TOWER)
 TILES = Modality("pixel_values", IMAGE, ENCODE_IMAGES, equal("pixel_values"))
@@ -108,6 +113,7 @@ PADDED = Modality(
 )
 IDEFICS = Media((PADDED,), ("vision_model", "connector"))
 SOUNDS = Modality("input_features", AUDIO, "get_audio_features", equal("input_features"))
+LISTENED = Modality("input_features", AUDIO, MERGE_SOUNDS, by_frames, ("feature_attention_mask",))
 TABLE: Mapping[str, Media] = MappingProxyType(
     {
         "Qwen2VLForConditionalGeneration": QWEN,
@@ -116,6 +122,9 @@ TABLE: Mapping[str, Media] = MappingProxyType(
         "Qwen3VLMoeForConditionalGeneration": QWEN,
         "Qwen3_5ForConditionalGeneration": QWEN,
         "Qwen3_5MoeForConditionalGeneration": QWEN,
+        "Glm4vForConditionalGeneration": GLM,
+        "Glm4vMoeForConditionalGeneration": GLM,
+        "GlmOcrForConditionalGeneration": GLM,
         "LlavaForConditionalGeneration": LLAVA,
         "LlavaNextForConditionalGeneration": Media((PACKED,), TOWER),
         "LlavaOnevisionForConditionalGeneration": ONEVISION,
@@ -126,6 +135,9 @@ TABLE: Mapping[str, Media] = MappingProxyType(
         "Cohere2VisionForConditionalGeneration": TILED,
         "Idefics3ForConditionalGeneration": IDEFICS,
         "SmolVLMForConditionalGeneration": IDEFICS,
+        "Qwen2AudioForConditionalGeneration": Media(
+            (LISTENED,), ("audio_tower", "multi_modal_projector")
+        ),
         "VoxtralForConditionalGeneration": Media(
             (SOUNDS,), ("audio_tower", "multi_modal_projector")
         ),
