@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers import run_processes, run_threads
+from wf_backends.cluster import timer
 from wf_backends.cluster.discover import measured_topology
 from wf_backends.cluster.measure_links import measure_occupied
 from wf_backends.cluster.timer import MAX_BYTES, Timer
@@ -48,15 +51,28 @@ def test_a_job_is_measured_once(hosts: list[str], per_host: int, tmp_path: Path)
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def repeats_of_a_timer(comm: Communicator, no_repeats_after_s: float) -> int:
+class Clock(threading.local):
+    """A clock for each rank, which is a thread."""
+
+    now = 0.0
+
+
+def repeats_of_a_timer(comm: Communicator, no_repeats_after_s: float, clock: Clock) -> int:
     """How often work is repeated that takes 0.4 s on rank 2 and no time on the other ranks."""
-    timer = Timer(comm, torch.device("cpu"), no_repeats_after_s)
-    return len(timer.times(lambda: time.sleep(0.4 * (comm.rank == 2)), repeats=4))
+
+    def work() -> None:
+        clock.now += 0.4 * (comm.rank == 2)
+
+    return len(Timer(comm, torch.device("cpu"), no_repeats_after_s, 0.0).times(work, repeats=4))
 
 
 @pytest.mark.parametrize(("no_repeats_after_s", "repeats"), ((10.0, 4), (0.1, 1), (0.7, 2)))
-def test_all_ranks_stop_repeating_when_one_is_late(no_repeats_after_s: float, repeats: int) -> None:
-    assert run_threads(3, repeats_of_a_timer, no_repeats_after_s) == [repeats] * 3
+def test_all_ranks_stop_repeating_when_one_is_late(
+    no_repeats_after_s: float, repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(timer, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    assert run_threads(3, repeats_of_a_timer, no_repeats_after_s, clock) == [repeats] * 3
 
 
 @pytest.mark.parametrize("late", (False, True))

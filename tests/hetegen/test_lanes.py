@@ -80,8 +80,8 @@ def test_ctrl_c_interrupts_a_slow_copy_and_all_threads_end() -> None:
     handle = dispatch_model(model, {0: 20_000}, ShapedDevice(1e3, 1e3, 1e9), alpha=0.0)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     start = time.perf_counter()
-    timer.start()
     with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        timer.start()
         model(x)
     assert time.perf_counter() - start < handle.plan.decode_seconds / 4
     assert lane_threads() == []

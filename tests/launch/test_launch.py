@@ -117,8 +117,9 @@ def test_ctrl_c_ends_a_wait_for_other_ranks(set_environ, rank, ctrl_c_is_heard):
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     set_environ(RANK=str(rank), WORLD_SIZE="2", **address)
     start = time.monotonic()
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    ctrl_c = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
+        ctrl_c.start()
         launch.init(timeout=8)
     assert time.monotonic() - start < 6
 
@@ -172,10 +173,10 @@ def test_a_rank_0_that_does_not_come_is_named(set_environ):
 def test_a_rank_0_that_comes_late_is_awaited(set_environ):
     port = free_port()
     set_environ(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    rank_0 = threading.Timer(1.2, dist.TCPStore, ("127.0.0.1", port, 2, True))
+    rank_0 = threading.Timer(0.5, dist.TCPStore, ("127.0.0.1", port, 2, True))
     rank_0.start()
-    with pytest.raises(RuntimeError, match=r"rank 1 of 2 .* waited 2 s at .*: ranks \[0\]"):
-        launch.init(timeout=2)
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 .* waited 3 s at .*: ranks \[0\]"):
+        launch.init(timeout=3)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
