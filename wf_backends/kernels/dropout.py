@@ -38,12 +38,16 @@ class Dropout:
         first = self.heads[0]
         return replace(self, heads=(first + heads[0], first + heads[1]))
 
-    def keep_mask(self, batch: int, rows: Tensor, keys: Tensor) -> Tensor:
-        """(b, h, i, j) bool: True where a weight is not dropped.
+    def factors(self, batch: int, rows: Tensor, keys: Tensor) -> Tensor:
+        """(b, h, i, j) float64: the factors of the attention weights, 0 or 1 / (1 - p).
 
         Args:
             rows: (i,) int64, the queries' global positions. keys: (j,) int64, the keys'.
         """
+        return self.keep_mask(batch, rows, keys).double() / (1 - self.p)
+
+    def keep_mask(self, batch: int, rows: Tensor, keys: Tensor) -> Tensor:
+        """(b, h, i, j) bool: True where a weight is not dropped; arguments as in `factors`."""
         assert self.seed is not None, "no seed was drawn"
         samples = torch.arange(batch, device=rows.device)[:, None, None]
         heads = torch.arange(*self.heads, device=rows.device)[:, None]
