@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
-from wf_backends.schedule.placement import Placed, placements
 
 SHAPE = Shape(batch=1, heads=8, kv_heads=2, head_dim=16, itemsize=2)
 MASKS = (Mask(), Mask(CAUSAL), Mask(Band(30, 0)))
@@ -40,10 +38,3 @@ def plain_cluster(
     rates = (("sdpa", KernelRate(1e9, 1e9, 0.0)),)
     inside, between = Link(0.0, 4 * BYTES), Link(latency_s, BYTES)
     return Topology("four ranks", hosts, ranks, nics, inside, between, rates, 1e9, **more)
-
-
-def placements_both_ways(size: int) -> list[Placed]:
-    """Every placement, with the ranks in ascending and in descending order."""
-    return [
-        replace(placed, reverse=reverse) for placed in placements(size) for reverse in (False, True)
-    ]

@@ -138,7 +138,7 @@ def test_bench_links_measures_once_and_then_reads_the_cache(wallfacer, tmp_path:
         (["explain", "mesh:rows=two"], "--route must look like"),
         (["explain", "mesh:rows=2,cols=4,order=10"], "order must list every digit"),
         (["explain", "mesh:rows=2,rows=4,cols=2"], "--route gives 'rows' twice"),
-        (["explain", "ring:reverse=yes"], "order=1-0,reverse=true, got 'ring:reverse=yes'"),
+        (["explain", "ring:order=yes"], "order=1-0, got 'ring:order=yes'"),
         (["explain", "rong"], "did you mean 'ring'?"),
         (["explain", "all_gather:host_size=9"], "host_size must be at most 8, all ranks"),
         (["explain", "all_gather:host_size=4"], "with --moves 'keys': use 'queries'"),

@@ -30,10 +30,10 @@ def test_no_figure_of_explain_is_cut_off_at_80_columns(wallfacer) -> None:
 
 
 def test_explain_takes_a_placement(wallfacer) -> None:
-    route = "mesh:rows=2,cols=4,order=1-0,reverse=true"
+    route = "mesh:rows=2,cols=4,order=1-0"
     code, out, _ = wallfacer("explain", route, *SMALL, "--ranks", "8")
-    placed = {"name": "mesh", "rows": 2, "cols": 4, "order": [1, 0], "reverse": True}
-    assert code == 0 and "mesh cols=4 rows=2, digits 1-0, reversed on 8 ranks" in out
+    placed = {"name": "mesh", "rows": 2, "cols": 4, "order": [1, 0]}
+    assert code == 0 and "mesh cols=4 rows=2, digits 1-0 on 8 ranks" in out
     assert render(place(read_placed(placed, 8), 8)) in out
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.cost.passes import KINDS, SHAPE, kind_id, route
-from tests.planning import lab_cluster, placements_both_ways
+from tests.planning import lab_cluster
 from tests.sent_bytes import bytes_sent
 from tests.slices import window_with_sinks
 from wf_backends.cost.exact_cost import pass_cost, problem_of, rank_phases
@@ -19,7 +19,7 @@ from wf_backends.lowering.derivation import lower
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.lowering.program import RankProgram
 from wf_backends.schedule.mask import CAUSAL, Band, Mask, make_mask
-from wf_backends.schedule.placement import digits, orders, place
+from wf_backends.schedule.placement import digits, orders, place, placements
 from wf_backends.schedule.schedule import Schedule, check
 
 MASKS = (
@@ -75,7 +75,7 @@ def messages_of(
 def test_predicted_bytes_are_those_of_the_programs(size: int, kind: PassKind, mask: Mask) -> None:
     split = HeadSplit(Workload(SHAPE, 96, mask), lab_cluster(1, size, 1))
     row_bytes = kind.row_bytes(split.shape)
-    for placed in placements_both_ways(size):
+    for placed in placements(size):
         problem = problem_of(split, place(placed, size), kind)
         for rank in range(size):
             program = lower(problem, rank)

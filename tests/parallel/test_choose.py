@@ -87,7 +87,7 @@ def test_named_route_and_direction_are_taken_in_rank_order() -> None:
 
 
 def test_named_placement_is_taken_in_both_passes() -> None:
-    placement = {"name": "concentric", "team_size": 2, "order": [2, 0, 1], "reverse": True}
+    placement = {"name": "concentric", "team_size": 2, "order": [2, 0, 1]}
     choice = plan_of(config(route=placement)).choice
     assert choice.forward == choice.backward
     assert choice.forward.to_dict() == placement

@@ -13,7 +13,7 @@ from wf_backends import SequenceParallelConfig
 BASES: tuple[dict[str, Any], ...] = (
     {"sequence_parallel_size": 8},
     {"sequence_parallel_size": 8, "route": {"name": "mesh", "rows": 2, "cols": 4, "order": [1, 0]}},
-    {"sequence_parallel_size": 8, "route": {"name": "concentric", "team_size": 2, "reverse": True}},
+    {"sequence_parallel_size": 8, "route": {"name": "concentric", "team_size": 2}},
     {
         "sequence_parallel_size": 8,
         "route": {"name": "double_ring", "inner": 2},

@@ -25,11 +25,11 @@ def test_backward_on_another_route_is_exact(moves):
 
 
 PLACED_ROUTES = (
-    {"name": "concentric", "team_size": 2, "order": [2, 0, 1], "reverse": True},
+    {"name": "concentric", "team_size": 2, "order": [2, 0, 1]},
     {"name": "concentric", "team_size": 2, "order": [1, 2, 0]},
-    {"name": "ring", "reverse": True},
+    {"name": "ring"},
     {"name": "double_ring", "inner": 2, "order": [1, 0]},
-    {"name": "mesh", "rows": 2, "cols": 2, "order": [1, 0], "reverse": True},
+    {"name": "mesh", "rows": 2, "cols": 2, "order": [1, 0]},
     {"name": "mesh", "rows": 4, "cols": 2, "order": [1, 0]},
 )
 
@@ -64,14 +64,6 @@ def peers_of(comm, config, mask):
     comm._post = recording_post
     sp.attention(q, k, v, **mask)
     return peers
-
-
-@pytest.mark.parametrize(
-    ("reverse", "peers"), ((False, [{3}, {0}, {1}, {2}]), (True, [{1}, {2}, {3}, {0}]))
-)
-def test_reverse_turns_the_ring_around(reverse, peers):
-    route = {"name": "ring", "reverse": reverse}
-    assert run_threads(4, peers_of, {"sequence_parallel_size": 4, "route": route}, {}) == peers
 
 
 def test_a_window_that_hides_nothing_goes_the_way_of_no_window():

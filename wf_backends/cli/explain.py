@@ -30,8 +30,8 @@ def explain(
         str,
         Argument(
             help="ring, all_gather, double_ring:inner=4, concentric:team_size=2, "
-            "mesh:rows=2,cols=4; placement: ,order=1-0 and ,reverse=true; for routes that gather "
-            ",host_size=4: rows cross to a host once"
+            "mesh:rows=2,cols=4; placement: ,order=1-0; for routes that gather ,host_size=4: rows "
+            "cross to a host once"
         ),
     ],
     model: o.Model,

@@ -48,8 +48,8 @@ class SequenceParallelConfig:
     """{"name": "ring" | "all_gather"}, {"name": "double_ring", "inner": 4}, {"name":
     "concentric", "team_size": 2}, {"name": "mesh", "rows": 2, "cols": 4}, or "auto". A route that
     needs no other key may be given as a string, its name. Every route takes a placement, "order":
-    [1, 0] and "reverse": true (see `placement.read_placed`); routes that gather also take
-    "host_size": 8 (rows cross to a host of 8 ranks once)."""
+    [1, 0] (see `placement.read_placed`); routes that gather also take "host_size": 8 (rows cross to
+    a host of 8 ranks once)."""
     backward_route: Route = None
     """The route of the backward, in the same forms. None = the forward's route, or the planner's
     choice where route is "auto"."""

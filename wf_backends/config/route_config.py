@@ -10,7 +10,6 @@ from typing import Any, cast
 from wf_backends._validation import AUTO, nearest
 from wf_backends.schedule import (
     ORDER,
-    REVERSE,
     ROUTES,
     Placed,
     divisors,
@@ -51,7 +50,7 @@ def checked_route(key: str, route: Any, size: int, degree: int | str | None) -> 
 
 
 def parse_route(option: str, text: str, size: int) -> Placed:
-    """A route from "ring" or "mesh:rows=2,cols=4,order=1-0,reverse=true", if it fits `size` ranks.
+    """A route from "ring" or "mesh:rows=2,cols=4,order=1-0", if it fits `size` ranks.
 
     Raises:
         ValueError: naming the option, if the text has another form or the route does not fit.
@@ -66,12 +65,10 @@ def parse_route(option: str, text: str, size: int) -> Placed:
             route[key] = int(value)
         elif re.fullmatch(r"\d+(-\d+)*", value) and key == ORDER:
             route[key] = [int(digit) for digit in value.split("-")]
-        elif value in ("true", "false") and key == REVERSE:
-            route[key] = value == "true"
         else:
             raise ValueError(
                 f"{option} must look like ring, mesh:rows=2,cols=4 or "
-                f"mesh:rows=2,cols=4,order=1-0,reverse=true, got {text!r}; routes: {list(ROUTES)}"
+                f"mesh:rows=2,cols=4,order=1-0, got {text!r}; routes: {list(ROUTES)}"
             )
     return read_placed(route, size, size)
 

@@ -62,9 +62,9 @@ def _route_name(placed: Placed, size: int) -> str:
             name = f"mesh {route['rows']} x {route['cols']}"
         case other:
             name = f"{other.replace('_', '-')} {size}"
-    digits = f" (digits {'-'.join(map(str, placed.order))})" if not placed.in_order else ""
+    digits = f" (digits {'-'.join(map(str, placed.order))})" if not placed.in_rank_order else ""
     once = f", rows once to hosts of {placed.host_size}" if placed.host_size > 1 else ""
-    return f"{name}{digits}{' reversed' if placed.reverse else ''}{once}"
+    return f"{name}{digits}{once}"
 
 
 def milliseconds(seconds: float) -> str:

@@ -12,7 +12,6 @@ from wf_backends.schedule.layout import (
 from wf_backends.schedule.mask import Mask, make_mask
 from wf_backends.schedule.placement import (
     ORDER,
-    REVERSE,
     Placed,
     digits,
     divisors,
@@ -49,7 +48,6 @@ __all__ = [
     "Mask",
     "ORDER",
     "Placed",
-    "REVERSE",
     "ROUTES",
     "Range",
     "Ranges",

@@ -2,9 +2,9 @@
 """Which rank plays which part of a schedule.
 
 The parts of a route are numbers with digits: (column, row) of a mesh, (block, position in the
-sub-ring, member of the team) of concentric rings. A rank's number has the same digits in any order,
-or is counted backwards. This decides which parts share a host. A schedule with its ranks renumbered
-is still a valid schedule.
+sub-ring, member of the team) of concentric rings. A rank's number has the same digits in any order.
+This decides which parts share a host. A schedule with its ranks renumbered is still a valid
+schedule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from wf_backends.schedule.routes import ROUTES, make_schedule
 from wf_backends.schedule.schedule import Schedule, Shards, inverse
 
 RouteFields = tuple[tuple[str, Any], ...]  # a route without its placement, sorted and hashable
-ORDER, REVERSE, HOST_SIZE = "order", "reverse", "host_size"  # keys of a placement in a config
+ORDER, HOST_SIZE = "order", "host_size"  # keys of a placement in a config
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,12 @@ class Placed:
     """A route as in the config, and which rank plays which of its parts.
 
     Digit 0 of a part's number is the most significant. `order` lists the digits as they stand in
-    the rank's number. `reverse` counts the ranks from the last to the first. `host_size`
-    neighbouring ranks of the cluster share a host, to which a row of the side that stays crosses
-    once; 1 = once to each reader.
+    the rank's number. `host_size` neighbouring ranks of the cluster share a host, to which a row of
+    the side that stays crosses once; 1 = once to each reader.
     """
 
     fields: RouteFields
     order: tuple[int, ...]
-    reverse: bool = False
     host_size: int = 1
 
     @property
@@ -55,22 +53,15 @@ class Placed:
         return ROUTES[self.route["name"]].gathers
 
     @property
-    def in_order(self) -> bool:
-        """Whether the digits stand in the route's own order."""
-        return self.order == tuple(range(len(self.order)))
-
-    @property
     def in_rank_order(self) -> bool:
-        """Whether rank r plays part r: the default, if a config has no keys of a placement."""
-        return self.in_order and not self.reverse
+        """Whether rank r plays part r: the default, if a config has no "order"."""
+        return self.order == tuple(range(len(self.order)))
 
     def to_dict(self) -> dict[str, Any]:
         """The route as a JSON block that `read_placed` reads; defaults are left out."""
         block = self.route
-        if not self.in_order:
+        if not self.in_rank_order:
             block[ORDER] = list(self.order)
-        if self.reverse:
-            block[REVERSE] = True
         if self.host_size > 1:
             block[HOST_SIZE] = self.host_size
         return block
@@ -79,10 +70,8 @@ class Placed:
         route = self.route
         keys = " ".join(f"{key}={value}" for key, value in route.items() if key != "name")
         text = f"{route['name']} {keys}".strip()
-        if not self.in_order:
+        if not self.in_rank_order:
             text += f", digits {'-'.join(map(str, self.order))}"
-        if self.reverse:
-            text += ", reversed"
         if self.host_size > 1:
             text += f", once to hosts of {self.host_size}"
         return text
@@ -116,24 +105,22 @@ def read_placed(route: Mapping[str, Any], n: int, max_host_size: int | None = No
     """A route for n ranks and its placement, from a config.
 
     Args:
-        route: such as {"name": "mesh", "rows": 2, "cols": 4, "order": [1, 0], "reverse": true}.
-            For "order", "reverse" and "host_size" see `Placed`; they may be missing.
+        route: such as {"name": "mesh", "rows": 2, "cols": 4, "order": [1, 0]}. For "order" and
+            "host_size" see `Placed`; they may be missing.
         max_host_size: the number of ranks that share a sequence; None = no limit.
 
     Raises:
         ValueError: if the route does not fit n ranks, if "order" does not list all digits (names
             them and their sizes), or if a route that gathers nothing has a "host_size" > 1.
     """
-    placement_keys = (ORDER, REVERSE, HOST_SIZE)
+    placement_keys = (ORDER, HOST_SIZE)
     named = {key: value for key, value in route.items() if key not in placement_keys}
     route_keys = {key for kind in ROUTES.values() for key in kind.keys}
     for key in named.keys() - route_keys:
         if suggestion := nearest(key, placement_keys):
             raise ValueError(f"no route takes {key!r}{suggestion}")
     make_schedule(named, n)  # refuses what does not fit
-    plain, reverse = in_rank_order(named, n), route.get(REVERSE, False)
-    if not isinstance(reverse, bool):
-        raise ValueError(f"{REVERSE} must be true or false, got {reverse!r}")
+    plain = in_rank_order(named, n)
     order = route.get(ORDER, plain.order)
     listed = tuple(cast(tuple[Any, ...], order)) if isinstance(order, list | tuple) else ()
     if any(type(digit) is not int for digit in listed) or sorted(listed) != list(plain.order):
@@ -144,7 +131,7 @@ def read_placed(route: Mapping[str, Any], n: int, max_host_size: int | None = No
             f"got {order!r}"
         )
     host_size = _read_host_size(route, plain.gathers, max_host_size)
-    return Placed(plain.fields, listed, reverse, host_size)
+    return Placed(plain.fields, listed, host_size)
 
 
 def _read_host_size(route: Mapping[str, Any], gathers: bool, max_size: int | None) -> int:
@@ -183,8 +170,7 @@ def permutation(placed: Placed, n: int) -> tuple[int, ...]:
     """[part] -> the rank that plays it."""
     sizes = digits(placed.route, n)
     digit_strides = strides(sizes, placed.order)
-    ranks = (sum(map(mul, part, digit_strides)) for part in product(*map(range, sizes)))
-    return tuple(n - 1 - rank for rank in ranks) if placed.reverse else tuple(ranks)
+    return tuple(sum(map(mul, part, digit_strides)) for part in product(*map(range, sizes)))
 
 
 def relabel(schedule: Schedule, ranks: tuple[int, ...]) -> Schedule:
