@@ -4,7 +4,8 @@
     python benchmarks/kernel_tiles.py --rows 4096 --threads 4
     python benchmarks/kernel_tiles.py --device cuda --rows 8192 --heads 32 --kv-heads 8
 
-Each line is the best of several alternating runs, forward or backward, in milliseconds.
+Each line is the best of several alternating runs, forward or backward, in milliseconds (on a CPU
+of CPU time, all threads together).
 `x` is ours / torch's; torch has no window, so there it gets a dense mask, as its users give it.
 `x work` is ours / (torch's full tile * the share of scores that the band shows): 1.00 is a kernel
 that computes only the visible scores, each as fast as torch does in a full tile. `reference` is our
@@ -179,13 +180,14 @@ def merge_ms(args: argparse.Namespace, dtype: torch.dtype) -> float:
 def best_of(calls: Sequence[Callable], repeats: int, device: str) -> list[float]:
     """The best time of each call in ms; calls take turns, as the machine's load varies."""
     best = [float("inf")] * len(calls)
+    clock = time.perf_counter if device == "cuda" else time.process_time
     for _ in range(repeats + 1):
         for index, call in enumerate(calls):
-            start = time.perf_counter()
+            start = clock()
             call()
             if device == "cuda":
                 torch.cuda.synchronize()
-            best[index] = min(best[index], 1e3 * (time.perf_counter() - start))
+            best[index] = min(best[index], 1e3 * (clock() - start))
     return best
 
 

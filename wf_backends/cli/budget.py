@@ -33,7 +33,7 @@ def make_budget(
     bytes_per_row = plans[0].cost.memory_bytes / rows
     training = Training(model, asked.topology.size, bytes_per_row, shape.batch, data_parallel_size)
     budget = report(training, workload.seqlen, asked.memory_limit)
-    buffers = {  # route -> bytes of the plan that needs least, which comes last
+    buffers = {  # forward route -> bytes of the plan that needs least, which comes last
         plan.choice.forward.route["name"]: plan.cost.memory_bytes / rows * budget["tokens"]
         for plan in sorted(plans, key=lambda plan: -plan.cost.memory_bytes)
     }
@@ -52,4 +52,5 @@ def show_budget(name: str, budget: dict[str, Any], console: Console) -> None:
         console.print(table_of(title, rows, text_columns, title_justify="left"))
     buffers = sorted(budget["attention_buffers"].items(), key=lambda route_bytes: route_bytes[1])
     text = ", ".join(f"{route} {gib(nbytes)}" for route, nbytes in buffers)
-    console.print(f"Attention buffers of a layer, GiB, the least by forward route: {text}")
+    title = "Attention buffers of a layer, GiB, by forward route and its fastest backward"
+    console.print(f"{title}: {text}")
