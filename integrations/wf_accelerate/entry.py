@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from wf_accelerate.gradients import AveragedGradients
 from wf_accelerate.trl_trainers import TrlTrainer, generating_callbacks, refuse_rollouts
 from wf_backends import SequenceParallel, SequenceParallelConfig
-from wf_backends._compile import eager
 from wf_backends.comm import own_group
 from wf_backends.launch import settle_at_exit
 from wf_transformers import (
@@ -117,36 +114,8 @@ def _connect(
         add_hooks(handle)
         handle.undo.enter_context(counted_by_group(accelerator, lambda: sp.size))
         if sp.size > 1:
-            _AveragedGradients(model, handle)
+            AveragedGradients(model, accelerator, handle)
     return handle
-
-
-class _AveragedGradients:
-    """Refuses steps of optimizers inside DDP's `no_sync()`: with gradients of this rank alone."""
-
-    def __init__(self, model: nn.Module, handle: Handle) -> None:
-        self._model, self._wrapper = model, None
-        handle.hooks(
-            model.register_forward_pre_hook(self._before),
-            register_optimizer_step_pre_hook(self._refuse),
-        )
-
-    @eager
-    def _before(self, *_: Any) -> None:
-        ddp: Any = DistributedDataParallel._active_ddp_module
-        self._wrapper = None if ddp is None else ref(ddp)  # copies of the model do not copy it
-
-    def _refuse(self, optimizer: Any, *_: Any) -> None:
-        ddp = None if self._wrapper is None else self._wrapper()
-        if getattr(ddp, "require_backward_grad_sync", True):
-            return
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not stepped.isdisjoint(map(id, self._model.parameters())):
-            raise NotImplementedError(
-                "a step of an optimizer inside no_sync() of DDP, as accelerate's LocalSGD makes: "
-                "gradients are not averaged, and a rank's own are of its tokens only. Leave "
-                "LocalSGD out, or make the step outside of no_sync()"
-            )
 
 
 def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False) -> Handle:

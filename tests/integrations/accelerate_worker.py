@@ -185,12 +185,40 @@ def train_in_a_loop(case: Case, folder: str) -> Result:
         num_labels += accelerator.gather_for_metrics([valid], use_gather_object=True)
     result: Result = {"steps": steps, "num_labels": num_labels}
     if case["scenario"] == "ddp":
-        with LocalSGD(accelerator, prepared_model, local_sgd_steps=2):
-            try:
-                optimizer.step()
-            except NotImplementedError as error:
-                result["refused"] = str(error)
+        result["refused"] = refused_steps(accelerator, prepared_model, optimizer, batch)
     return result
+
+
+def refused_steps(accelerator: Any, model: Any, optimizer: Any, batch: Any) -> list[str]:
+    """The errors of steps that would use gradients of one rank."""
+
+    def local_sgd() -> None:
+        with LocalSGD(accelerator, model, local_sgd_steps=2):
+            optimizer.step()
+
+    def in_the_backward() -> None:
+        parameter = next(model.parameters())
+        sgd = torch.optim.SGD([parameter])
+        hook = parameter.register_post_accumulate_grad_hook(lambda _: sgd.step())
+        try:
+            accelerator.backward(model(**batch).loss)
+        finally:
+            hook.remove()
+
+    def lomo() -> None:  # lomo-optim need not be installed: accelerate sets this when it prepares
+        accelerator.has_lomo_optimizer = True
+        try:
+            model(**batch)
+        finally:
+            accelerator.has_lomo_optimizer = False
+
+    errors = []
+    for step in (local_sgd, lomo, in_the_backward):
+        try:
+            step()
+        except NotImplementedError as error:
+            errors.append(str(error))
+    return errors
 
 
 SCENARIOS = {"ddp": train_in_a_loop, "fsdp": train_in_a_loop, "resumed": resume}
