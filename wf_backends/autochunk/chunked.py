@@ -227,7 +227,7 @@ def _input_form(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
         (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in ("cpu", "cuda")
     )
-    return spec, described, same, autocast
+    return str(spec), described, same, autocast  # torch before 2.8 cannot hash a spec
 
 
 def _value(leaf: object) -> tuple[type, object]:
