@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from wf_backends.comm import Communicator, all_to_all
 from wf_backends.dsp import Sizes
-from wf_backends.runtime import move
+from wf_backends.runtime import linear_map
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, n, h, d) -> (B, n, h, d)
 Move = Callable[[Tensor], Tensor]
@@ -77,10 +77,10 @@ def megatron_moves(comm: Communicator, sizes: Sizes) -> tuple[Move, Move]:
     gather, scatter = (partial(f, comm, sizes) for f in (_gather, _reduce_scatter))
 
     def gather_tokens(x: Tensor) -> Tensor:
-        return move(x, gather, scatter, "megatron gather")
+        return linear_map(x, gather, scatter, "megatron gather")
 
     def scatter_tokens(x: Tensor) -> Tensor:
-        return move(x, scatter, gather, "megatron scatter")
+        return linear_map(x, scatter, gather, "megatron scatter")
 
     return gather_tokens, scatter_tokens
 

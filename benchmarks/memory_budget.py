@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from measure import cores_and_load, cpu_name, last_lines, print_head, print_row
 
-from wf_backends.budget import Buckets, Decoder, Options, Training
+from wf_backends.budget import Buckets, Decoder, MemoryOptions, Training
 from wf_backends.cluster import load
 from wf_backends.lowering import Shape
 from wf_backends.planner import Choice, Request, Workload, price_plan
@@ -112,7 +112,7 @@ class Case:
             model: None = the Llama, by formulas.
         """
         training = self.training(model or self.llama)
-        activations = training.activations(self.seqlen, Options(self.checkpoints, self.tile))
+        activations = training.activations(self.seqlen, MemoryOptions(self.checkpoints, self.tile))
         if self.stage is None:
             return activations.peak + activations.host
         return training.states(self.stage).peak(activations.peak)

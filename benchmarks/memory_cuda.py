@@ -22,7 +22,7 @@ from measure import attempt, become_only_rank, print_head, print_row
 from memory_budget import CHECKPOINTS, Case
 from memory_rank import warmed_up_step
 
-from wf_backends.budget import Activations, Buckets, Options, States
+from wf_backends.budget import Activations, Buckets, MemoryOptions, States
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32768}
 SHAPE |= {"num_attention_heads": 16, "num_key_value_heads": 8}
@@ -101,7 +101,7 @@ def predicted(case: Case) -> PredictedBytes:
 def predicted_parts(case: Case) -> tuple[States | None, Activations]:
     """What a prediction is made of; the states are None without DeepSpeed."""
     training = replace(case.training(case.llama), buckets=Buckets(**BUCKETS))
-    activations = training.activations(case.seqlen, Options(case.checkpoints, case.tile))
+    activations = training.activations(case.seqlen, MemoryOptions(case.checkpoints, case.tile))
     return None if case.stage is None else training.states(case.stage), activations
 
 

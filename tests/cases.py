@@ -21,7 +21,7 @@ from wf_backends.lowering.message_bytes import (
     forward_row_bytes,
 )
 from wf_backends.lowering.program import RankProgram
-from wf_backends.runtime.attention import Attention, Call
+from wf_backends.runtime.attention import AttentionCall, RouteAttention
 from wf_backends.runtime.shards import positions
 from wf_backends.schedule.layout import Layout
 from wf_backends.schedule.mask import Mask
@@ -196,9 +196,10 @@ def _run_rank(
     options = case.options()
     scores = Scores(case.scale, case.softcap, options["alibi_slopes"], options["dropout"])
     keep = case.forward.gathers() if case.keep else (False, False)
-    call = Call(*case.programs(comm.rank), comm, case.kernel, scores, keep, case.narrow)
+    call = AttentionCall(*case.programs(comm.rank), comm, case.kernel, scores, keep, case.narrow)
     sinks, position_bias = (leaves.get(name) for name in LEARNED)
-    out = Attention.apply(leaves["q"], leaves["k"], leaves["v"], call, sinks, None, position_bias)
+    qkv = (leaves[name] for name in "qkv")
+    out = RouteAttention.apply(*qkv, call, sinks, None, position_bias)
     out.backward(dout[:, rows])
     gradients = {f"d{name}": x.grad for name, x in leaves.items()}
     return {"out": out.detach()} | gradients, dict(comm.sent)

@@ -17,7 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_backends.comm import sum_on_all_ranks
-from wf_backends.runtime import gather_shards, move, positions, take_shard
+from wf_backends.runtime import gather_shards, linear_map, positions, take_shard
 from wf_backends.schedule import Layout, make_layout, size
 from wf_diffusers.attention import Attention, take_over
 from wf_diffusers.cuts import Cut, Family, find_modules
@@ -250,4 +250,4 @@ def gather_rows(
     def take_gradient(grad: Tensor, label: str) -> Tensor:
         return take_shard(sp.comm, layout, dim, sum_gradients(grad, label), label)
 
-    return move(x, partial(gather_shards, sp.comm, layout, dim), take_gradient, "sample")
+    return linear_map(x, partial(gather_shards, sp.comm, layout, dim), take_gradient, "sample")

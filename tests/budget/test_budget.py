@@ -10,7 +10,7 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from wf_backends.budget import STAGES, Buckets, Decoder, Experts, Options, Training
+from wf_backends.budget import STAGES, Buckets, Decoder, Experts, MemoryOptions, Training
 
 LLAMA = Decoder(
     layers=32,
@@ -80,7 +80,7 @@ def test_checkpoints_are_the_inputs_of_all_layers() -> None:
     """Of 16,384 tokens on 8 ranks. The peak is at the loss, with either kind of checkpoints."""
     layers, tokens, hidden, itemsize = 32, 2048, 4096, 2
     inputs = layers * tokens * hidden * itemsize
-    device, host = (training().activations(16384, Options(w)) for w in ("device", "host"))
+    device, host = (training().activations(16384, MemoryOptions(w)) for w in ("device", "host"))
     assert (device.host, host.host) == (0, inputs)
     assert device.kept - host.kept == inputs
     assert device.peak - host.peak == inputs
@@ -90,14 +90,16 @@ def test_recomputed_layer_shares_its_input_with_the_device_checkpoints() -> None
     """From the host the input of the layer is copied to the device."""
     tokens, hidden, itemsize = 2048, 4096, 2
     layer_input = tokens * hidden * itemsize
-    device, host = (training().activations(16384, Options(w)) for w in ("device", "host"))
+    device, host = (training().activations(16384, MemoryOptions(w)) for w in ("device", "host"))
     assert host.mlp - device.mlp == layer_input
     assert host.attention - device.attention == layer_input
     assert host.loss == device.loss
 
 
 def test_tiles_reduce_the_mlp_and_the_loss_but_not_attention() -> None:
-    untiled, tiled = (training().activations(1 << 20, Options("device", tile)) for tile in (0, 512))
+    untiled, tiled = (
+        training().activations(1 << 20, MemoryOptions("device", tile)) for tile in (0, 512)
+    )
     assert tiled.mlp < 2 / 3 * untiled.mlp
     assert tiled.loss < untiled.loss / 4
     assert tiled.attention == untiled.attention
@@ -107,7 +109,7 @@ def test_more_than_one_tile_sums_gradients_of_the_head_in_float32() -> None:
     """512 tokens are one tile, which needs no sum; one more token makes two tiles."""
     tile, hidden, vocabulary, itemsize, fp32 = 512, 4096, 128256, 2, 4
     one_tile, two_tiles = (
-        training().activations(8 * tokens, Options("device", tile)) for tokens in (512, 513)
+        training().activations(8 * tokens, MemoryOptions("device", tile)) for tokens in (512, 513)
     )
     sum_of_gradients = vocabulary * hidden * fp32
     norm_of_a_token = (fp32 + 2 * itemsize) * hidden + fp32
@@ -122,7 +124,7 @@ def test_more_than_one_tile_sums_gradients_of_the_head_in_float32() -> None:
 def test_longest_sequence_fits_and_the_next_longer_does_not(
     stage: int, checkpoints: str, tile: int
 ) -> None:
-    ranks, limit, options = 64, 200 * 2**30, Options(checkpoints, tile)
+    ranks, limit, options = 64, 200 * 2**30, MemoryOptions(checkpoints, tile)
     job = training(ranks)
     longest = job.longest(limit, stage, options)
     assert longest % ranks == 0 and longest > 0
@@ -138,25 +140,25 @@ def assert_increasing(lengths: list[int]) -> None:
 
 
 def test_each_stage_of_zero_makes_sequences_longer() -> None:
-    lengths = [training().longest(LIMIT, stage, Options("device")) for stage in STAGES]
+    lengths = [training().longest(LIMIT, stage, MemoryOptions("device")) for stage in STAGES]
     assert lengths[0] == 0  # the states alone do not fit
     assert_increasing(lengths)
 
 
 @pytest.mark.parametrize("tile", [0, 4096])
 def test_checkpoints_make_sequences_longer_and_the_host_still_longer(tile: int) -> None:
-    assert_increasing([training().longest(LIMIT, 3, Options(c, tile)) for c in CHECKPOINTS])
+    assert_increasing([training().longest(LIMIT, 3, MemoryOptions(c, tile)) for c in CHECKPOINTS])
 
 
 def test_host_checkpoints_make_tiled_sequences_more_than_twice_as_long() -> None:
-    none, host = (training().longest(LIMIT, 3, Options(c, 4096)) for c in ("none", "host"))
+    none, host = (training().longest(LIMIT, 3, MemoryOptions(c, 4096)) for c in ("none", "host"))
     assert host > 2 * none
 
 
 def test_data_parallel_ranks_make_sequences_longer() -> None:
     """ZeRO shares the states among them, too."""
     jobs = [training(data_parallel_size=size) for size in (1, 4)]
-    assert_increasing([job.longest(LIMIT, 1, Options("device")) for job in jobs])
+    assert_increasing([job.longest(LIMIT, 1, MemoryOptions("device")) for job in jobs])
 
 
 @pytest.mark.parametrize(
@@ -164,8 +166,8 @@ def test_data_parallel_ranks_make_sequences_longer() -> None:
     [
         (lambda: replace(LLAMA, layers=0), "layers must be a positive integer, got 0"),
         (lambda: training(0), "sequence_parallel_size must be a positive integer, got 0"),
-        (lambda: Options("disk"), "checkpoints must be one of .*, got 'disk'"),
-        (lambda: Options(tile=-1), "tile must be a number of tokens, 0 for all, got -1"),
+        (lambda: MemoryOptions("disk"), "checkpoints must be one of .*, got 'disk'"),
+        (lambda: MemoryOptions(tile=-1), "tile must be a number of tokens, 0 for all, got -1"),
         (lambda: training().states(4), r"stage must be one of \[0, 1, 2, 3\], got 4"),
     ],
     ids=["layers", "sequence_parallel_size", "checkpoints", "tile", "stage"],

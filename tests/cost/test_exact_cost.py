@@ -13,7 +13,7 @@ from tests.planning import lab_cluster
 from tests.sent_bytes import bytes_sent
 from tests.slices import window_with_sinks
 from wf_backends.cost.exact_cost import pass_cost, problem_of, rank_phases
-from wf_backends.cost.simulator import LinkEnd, Messages, link_ends
+from wf_backends.cost.simulator import LinkEnd, MessageSizes, link_ends
 from wf_backends.cost.workload import FORWARD, HeadSplit, PassKind, Workload
 from wf_backends.lowering.derivation import lower
 from wf_backends.lowering.message_bytes import Shape
@@ -60,7 +60,7 @@ def test_partial_results_in_16_bits_are_half_as_large_but_for_the_lse(kind: Pass
 
 def messages_of(
     program: RankProgram, split: HeadSplit, kind: PassKind
-) -> Iterator[tuple[str, Messages]]:
+) -> Iterator[tuple[str, MessageSizes]]:
     """All messages that a rank sends, with the labels under which a communicator counts them."""
     for phase in rank_phases(program, split, kind):
         yield phase.label, phase.hop

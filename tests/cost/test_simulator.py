@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from tests.planning import BYTES, plain_cluster
 from wf_backends.cluster.topology import Link, Topology
-from wf_backends.cost.route_shape import Load
-from wf_backends.cost.simulator import Messages, PhaseRound, RankPhase, Simulator, finish_times
+from wf_backends.cost.route_shape import LinkBytes
+from wf_backends.cost.simulator import MessageSizes, PhaseRound, RankPhase, Simulator, finish_times
 from wf_backends.lowering.ulysses_groups import UlyssesGroups
 
 TWO_MESSAGES = {0: [(2, BYTES)], 1: [(3, BYTES)]}
@@ -26,7 +26,7 @@ TWO_MESSAGES = {0: [(2, BYTES)], 1: [(3, BYTES)]}
 
 def simulated(
     topology: Topology,
-    hops_by_phase: Sequence[Mapping[int, Messages]],
+    hops_by_phase: Sequence[Mapping[int, MessageSizes]],
     tiles_s: Sequence[Sequence[float]] | None = None,
     degree: int = 1,
 ) -> Simulator:
@@ -145,7 +145,7 @@ def test_the_occupied_share_of_a_message_is_added_to_the_tiles(
     simulator = simulated(topology, [exchange], [[tiles_s] * 2])
     assert simulator.now == pytest.approx([max(1.0, tiles_s + occupied)] * 2)
     assert simulator.cost(0, 0).compute_s == tiles_s
-    assert Load(BYTES).hold_s(topology) == pytest.approx(occupied)  # in closed form
+    assert LinkBytes(BYTES).hold_s(topology) == pytest.approx(occupied)  # in closed form
 
 
 def test_only_the_two_ranks_of_a_message_are_occupied() -> None:
@@ -175,7 +175,7 @@ def test_a_rank_goes_on_while_its_results_are_sent_to_their_owner() -> None:
 
 def test_results_queue_behind_messages_that_were_posted_before() -> None:
     """The fetches of all rounds are posted first, the results of a round after its tiles."""
-    message: Messages = [(0, BYTES)]
+    message: MessageSizes = [(0, BYTES)]
     rounds = PhaseRound(reduce=message), PhaseRound(fetch=message), PhaseRound(fetch=message)
     simulator = Simulator(plain_cluster(2, 1, 1), UlyssesGroups(2))
     simulator.run([RankPhase("step 0"), RankPhase("step 0", rounds=rounds)])
@@ -188,10 +188,12 @@ def test_in_closed_form_a_rank_is_occupied_by_its_own_messages() -> None:
     further message adds a latency."""
     topology = plain_cluster(2, 2, 1, occupied=0.5)
     topology = replace(topology, inside=Link(0.25, 4 * BYTES))
-    assert Load(8 * BYTES).hold_s(topology) == pytest.approx(0.5 * (0.25 + 1.0))
-    assert Load(0, 4 * BYTES).hold_s(topology) == pytest.approx(0.5 * (0.25 + 1.0))
-    assert Load(8 * BYTES).hold_s(topology, messages=3) == pytest.approx(0.5 * (3 * 0.25 + 1.0))
-    assert Load().hold_s(topology) == 0
+    assert LinkBytes(8 * BYTES).hold_s(topology) == pytest.approx(0.5 * (0.25 + 1.0))
+    assert LinkBytes(0, 4 * BYTES).hold_s(topology) == pytest.approx(0.5 * (0.25 + 1.0))
+    assert LinkBytes(8 * BYTES).hold_s(topology, messages=3) == pytest.approx(
+        0.5 * (3 * 0.25 + 1.0)
+    )
+    assert LinkBytes().hold_s(topology) == 0
 
 
 def test_spans_are_those_of_the_rank_that_ends_last() -> None:

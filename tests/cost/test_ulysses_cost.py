@@ -8,8 +8,8 @@ import pytest
 
 from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.cost.ulysses import (
+    exchange_bytes,
     exchange_hold_s,
-    exchange_loads,
     min_exchange_s,
     pipelined,
     ulysses_cost,
@@ -72,14 +72,14 @@ def test_links_inside_a_host_carry_the_pass_beside_the_exchanges() -> None:
         TWO_HOSTS, ranks_per_host=2, inside=Link(LATENCY, 1.0), between=Link(1e-9, 1e12)
     )
     split = HeadSplit(WORKLOAD, topology, degree=4, chunks=2)
-    links_s = [LATENCY + 1e6 + load.inside for load in exchange_loads(split)]
+    links_s = [LATENCY + 1e6 + load.inside for load in exchange_bytes(split)]
     cost = pipelined(split, replace(PASS, inside_bytes=1e6))
     assert cost.seconds == pytest.approx(sum(links_s))
 
 
 def test_the_time_for_which_an_exchange_occupies_a_rank_is_added_to_its_pass() -> None:
     split = in_chunks(2, occupied=1.0)
-    qkv_s, out_s = (exchange_hold_s(split, load) for load in exchange_loads(split))
+    qkv_s, out_s = (exchange_hold_s(split, load) for load in exchange_bytes(split))
     assert (qkv_s, out_s) == pytest.approx((LATENCY + 6 * HEAD / 1e3, LATENCY + 2 * HEAD / 1e3))
     cost = pipelined(split, replace(PASS, seconds=100.0))
     assert cost.seconds == pytest.approx(200 + qkv_s + out_s)
@@ -87,7 +87,7 @@ def test_the_time_for_which_an_exchange_occupies_a_rank_is_added_to_its_pass() -
 
 def test_an_exchange_occupies_a_rank_for_its_share_of_the_measured_time() -> None:
     split = in_chunks(2, occupied=0.5, exchange_s=1e3)
-    hold_s = [exchange_hold_s(split, load) for load in exchange_loads(split)]
+    hold_s = [exchange_hold_s(split, load) for load in exchange_bytes(split)]
     assert hold_s == pytest.approx([500, 500])
 
 
@@ -100,7 +100,7 @@ def test_without_a_measured_time_messages_of_an_exchange_count_one_by_one() -> N
     split = HeadSplit(WORKLOAD, topology, degree=4)
     assert min_exchange_s(split) == pytest.approx(9 * LATENCY)
     assert ulysses_cost(split).seconds == pytest.approx(2 * 9 * LATENCY)
-    assert exchange_hold_s(split, exchange_loads(split)[0]) == pytest.approx(9 * LATENCY)
+    assert exchange_hold_s(split, exchange_bytes(split)[0]) == pytest.approx(9 * LATENCY)
     measured = replace(split, topology=replace(topology, exchange_s=0.25))
     assert min_exchange_s(measured) == 0.25
     unoccupied = replace(split, topology=replace(topology, occupied=0.0))
@@ -111,6 +111,6 @@ def test_a_rank_is_occupied_by_its_own_messages_alone() -> None:
     """Three out and three in; not by those of its neighbour, with which it shares a NIC."""
     topology = replace(TWO_HOSTS, ranks_per_host=2, inside=Link(LATENCY, 1e3), occupied=1.0)
     split = HeadSplit(WORKLOAD, topology, degree=4, chunks=2)
-    for load in exchange_loads(split):
+    for load in exchange_bytes(split):
         own_bytes = load.inside + load.nic / 2
         assert exchange_hold_s(split, load) == pytest.approx(3 * LATENCY + own_bytes / 1e3)

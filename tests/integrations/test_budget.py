@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 import wf_transformers  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_backends.autochunk.tiling import Tiles, tile_modules  # noqa: E402
-from wf_backends.budget import Decoder, Experts, Options, Training  # noqa: E402
+from wf_backends.budget import Decoder, Experts, MemoryOptions, Training  # noqa: E402
 from wf_backends.cluster import load  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
 from wf_backends.lowering import Shape  # noqa: E402
@@ -116,10 +116,10 @@ def predicted_bytes(model: Any, checkpoints: str) -> float:
         itemsize=itemsize,
         experts=Experts(NUM_EXPERTS, EXPERTS_PER_TOKEN, width) if is_mixture else None,
     )
-    return step_bytes(decoder, Options(checkpoints))
+    return step_bytes(decoder, MemoryOptions(checkpoints))
 
 
-def step_bytes(decoder: Decoder, options: Options) -> float:
+def step_bytes(decoder: Decoder, options: MemoryOptions) -> float:
     """Of the device and the host at the peak of a step."""
     job = Training(decoder, 1, attention_bytes_a_token(decoder))
     activations = job.activations(SEQLEN, options)
@@ -192,9 +192,9 @@ FAMILIES = {  # of layers unlike Llama's: without a gated MLP, with more norms, 
     } | LIKE_LLAMA,
 }  # fmt: skip
 WITH_EXPERTS = ("DeepseekV3", "Llama4Text", "Mixtral", "Qwen3Moe")
-CHOICES = [(dtype, Options("none")) for dtype in DTYPES]
-CHOICES += [(torch.bfloat16, Options("none", 64)), (torch.bfloat16, Options("device"))]
-CHOICES += [(torch.float32, Options("host"))]
+CHOICES = [(dtype, MemoryOptions("none")) for dtype in DTYPES]
+CHOICES += [(torch.bfloat16, MemoryOptions("none", 64)), (torch.bfloat16, MemoryOptions("device"))]
+CHOICES += [(torch.float32, MemoryOptions("host"))]
 
 
 def counted(family: str, dtype: torch.dtype, folder: Path) -> tuple[Any, Decoder]:
@@ -210,7 +210,7 @@ def counted(family: str, dtype: torch.dtype, folder: Path) -> tuple[Any, Decoder
 @pytest.mark.parametrize(("dtype", "options"), CHOICES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_counted_in_a_model_predict_its_bytes(
-    family: str, dtype: torch.dtype, options: Options, tmp_path: Path
+    family: str, dtype: torch.dtype, options: MemoryOptions, tmp_path: Path
 ) -> None:
     if options.tile and family == "Llama4Text":
         pytest.skip("its experts return more than rows, so they are not tiled")
@@ -226,13 +226,13 @@ def test_capped_logits_are_counted(dtype: torch.dtype, tmp_path: Path, monkeypat
     monkeypatch.setitem(FAMILIES, "Gemma2", sizes)
     model, decoder = counted("Gemma2", dtype, tmp_path)
     expected = measured_bytes(model, "device")
-    assert step_bytes(decoder, Options("device")) == pytest.approx(expected, rel=TOLERANCE)
+    assert step_bytes(decoder, MemoryOptions("device")) == pytest.approx(expected, rel=TOLERANCE)
 
 
 def test_a_llama_counted_in_its_layers_holds_what_the_formulas_say(tmp_path: Path) -> None:
     _, decoder = counted("Llama", torch.bfloat16, tmp_path)
     by_formulas = replace(decoder, kinds=(), last_norm=None)
-    for options in (Options(where, tile) for where in CHECKPOINTS for tile in (0, 64)):
+    for options in (MemoryOptions(where, tile) for where in CHECKPOINTS for tile in (0, 64)):
         assert step_bytes(decoder, options) == pytest.approx(step_bytes(by_formulas, options))
 
 
@@ -252,7 +252,8 @@ def test_tiles_of_experts_hold_sums_of_all_weights_but_rows_of_one_tile() -> Non
     experts = Experts(NUM_EXPERTS, EXPERTS_PER_TOKEN, width)
     decoder = Decoder(LAYERS, HIDDEN, 0, 16, HEADS, KV_HEADS, 16, 1, 4, experts)
     untiled, tiled = (
-        Training(decoder, 1, 0.0).activations(tokens, Options("device", tile)) for tile in (0, 64)
+        Training(decoder, 1, 0.0).activations(tokens, MemoryOptions("device", tile))
+        for tile in (0, 64)
     )
     weights_bytes, rows_bytes = 3 * HIDDEN * NUM_EXPERTS * width * fp32, tokens * HIDDEN * fp32
     assert weights_bytes < tiled.mlp < 20 * rows_bytes < untiled.mlp

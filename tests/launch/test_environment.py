@@ -1,10 +1,10 @@
-"""The launcher that started a process, and the place of its rank, from environment variables."""
+"""The launcher that started a process, and its rank, from environment variables."""
 
 from __future__ import annotations
 
 import pytest
 
-from wf_backends.launch.environment import SLURM_PORTS, Place, detect, first_host
+from wf_backends.launch.environment import SLURM_PORTS, JobProcess, detect, first_host
 
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -34,60 +34,60 @@ TORCHRUN = {
 }
 DEEPSPEED = {**RANKS, **MASTER, "LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "4"}
 SLURM_PORT = SLURM_PORTS[31 * 1234 % len(SLURM_PORTS) + 2]
-SINGLE = Place("single", 0, 1, 0, 1)
+SINGLE = JobProcess("single", 0, 1, 0, 1)
 
 ENVIRONMENTS = {
     "nothing": ({}, SINGLE),
-    "openmpi": (OPENMPI, Place("openmpi", 3, 8, 1, 2)),
+    "openmpi": (OPENMPI, JobProcess("openmpi", 3, 8, 1, 2)),
     "openmpi with an address": (
         OPENMPI | MASTER,
-        Place("openmpi", 3, 8, 1, 2, "node0", 1234),
+        JobProcess("openmpi", 3, 8, 1, 2, "node0", 1234),
     ),
-    "openmpi inside slurm": (OPENMPI | SLURM, Place("openmpi", 3, 8, 1, 2)),
-    "mpich": (MPICH, Place("mpich", 3, 8, 1, 2)),
+    "openmpi inside slurm": (OPENMPI | SLURM, JobProcess("openmpi", 3, 8, 1, 2)),
+    "mpich": (MPICH, JobProcess("mpich", 3, 8, 1, 2)),
     "mpich whose daemons slurm started": (
         MPICH | SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
-        Place("mpich", 3, 8, 1, 2),
+        JobProcess("mpich", 3, 8, 1, 2),
     ),
     "pmi without local ranks": (
         {"PMI_RANK": "3", "PMI_SIZE": "8"},
-        Place("mpich", 3, 8, None, None),
+        JobProcess("mpich", 3, 8, None, None),
     ),
-    "slurm": (SLURM, Place("slurm", 3, 8, 1, None, "gpu03", SLURM_PORT)),
+    "slurm": (SLURM, JobProcess("slurm", 3, 8, 1, None, "gpu03", SLURM_PORT)),
     "slurm with pmi2": (
         SLURM | {"PMI_RANK": "3", "PMI_SIZE": "8"},
-        Place("slurm", 3, 8, 1, None, "gpu03", SLURM_PORT),
+        JobProcess("slurm", 3, 8, 1, None, "gpu03", SLURM_PORT),
     ),
     "slurm step smaller than its job": (
         SLURM | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "gpu05"},
-        Place("slurm", 3, 4, 1, None, "gpu05", SLURM_PORT),
+        JobProcess("slurm", 3, 4, 1, None, "gpu05", SLURM_PORT),
     ),
-    "slurm with an address": (SLURM | MASTER, Place("slurm", 3, 8, 1, None, "node0", 1234)),
+    "slurm with an address": (SLURM | MASTER, JobProcess("slurm", 3, 8, 1, None, "node0", 1234)),
     "torchrun": (
         TORCHRUN,
-        Place("torchrun", 3, 8, 1, 2, "node0", 1234, restart=1, agent_store=True),
+        JobProcess("torchrun", 3, 8, 1, 2, "node0", 1234, restart=1, agent_store=True),
     ),
     "torchrun inside slurm": (
         TORCHRUN | SLURM,
-        Place("torchrun", 3, 8, 1, 2, "node0", 1234, restart=1, agent_store=True),
+        JobProcess("torchrun", 3, 8, 1, 2, "node0", 1234, restart=1, agent_store=True),
     ),
-    "deepspeed": (DEEPSPEED, Place("deepspeed", 3, 8, 1, 2, "node0", 1234)),
-    "ranks alone": (RANKS, Place("environment", 3, 8, 1, None)),
+    "deepspeed": (DEEPSPEED, JobProcess("deepspeed", 3, 8, 1, 2, "node0", 1234)),
+    "ranks alone": (RANKS, JobProcess("environment", 3, 8, 1, None)),
     "address without a port": (
         RANKS | {"MASTER_ADDR": "node0"},
-        Place("environment", 3, 8, 1, None, "node0", 29500),
+        JobProcess("environment", 3, 8, 1, None, "node0", 29500),
     ),
     "one rank": ({"RANK": "0", "WORLD_SIZE": "1", **MASTER}, SINGLE),
     "after init under openmpi": (
         OPENMPI | RANKS | MASTER,
-        Place("openmpi", 3, 8, 1, 2, "node0", 1234),
+        JobProcess("openmpi", 3, 8, 1, 2, "node0", 1234),
     ),
 }
 
 
-@pytest.mark.parametrize(("environ", "place"), ENVIRONMENTS.values(), ids=ENVIRONMENTS)
-def test_detect_reads_the_place_of_a_rank_from_its_environment(environ, place):
-    assert detect(environ) == place
+@pytest.mark.parametrize(("environ", "process"), ENVIRONMENTS.values(), ids=ENVIRONMENTS)
+def test_detect_reads_rank_and_launcher_from_the_environment(environ, process):
+    assert detect(environ) == process
 
 
 @pytest.mark.parametrize(

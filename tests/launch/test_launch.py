@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from wf_backends.launch import job_group as launch
 from wf_backends.launch import rendezvous
-from wf_backends.launch.environment import Place
+from wf_backends.launch.environment import JobProcess
 
 
 def test_unknown_backends_are_refused():
@@ -129,10 +129,10 @@ def test_a_rank_0_that_ends_while_others_are_awaited_is_named():
     port = stores_of_rank_0[0].port
     store = dist.TCPStore("127.0.0.1", port)
     threading.Timer(0.5, stores_of_rank_0.clear).start()
-    place = Place("slurm", 1, 3, address="127.0.0.1", port=port)
+    process = JobProcess("slurm", 1, 3, address="127.0.0.1", port=port)
     message = r"rank 1 of 3 \(slurm\) waited for all ranks, and rank 0, .* has ended"
     with pytest.raises(RuntimeError, match=message):
-        rendezvous.meet(store, place, timeout=20)
+        rendezvous.meet(store, process, timeout=20)
 
 
 def test_a_rank_0_that_gave_up_first_counts_as_one_that_did_not_come(monkeypatch):
@@ -146,11 +146,11 @@ def test_a_rank_0_that_gave_up_first_counts_as_one_that_did_not_come(monkeypatch
         raise dist.DistStoreError("wait timeout")
 
     monkeypatch.setattr(rendezvous, "_join_rank_0", give_up_both)
-    place = Place("slurm", 1, 3, address="127.0.0.1", port=port)
+    process = JobProcess("slurm", 1, 3, address="127.0.0.1", port=port)
     with pytest.raises(
         RuntimeError, match=r"rank 1 of 3 .* waited 20 s at .*: ranks \[0\] did not"
     ):
-        rendezvous.meet(store, place, timeout=20)
+        rendezvous.meet(store, process, timeout=20)
 
 
 def test_ranks_that_do_not_come_are_named(set_environ):
@@ -190,18 +190,18 @@ def test_a_name_of_rank_0_that_does_not_resolve_is_named(set_environ, rank):
 
 
 def test_a_batch_script_of_slurm_without_srun_is_told_to_start_python_through_it():
-    place = Place("slurm", 0, 2, 0, 2, "here", 1)
+    process = JobProcess("slurm", 0, 2, 0, 2, "here", 1)
     with pytest.raises(RuntimeError, match=r"ranks \[1\] did not come; in a batch script, start"):
-        rendezvous.meet(dist.HashStore(), place, timeout=0.1)
+        rendezvous.meet(dist.HashStore(), process, timeout=0.1)
 
 
 def test_ranks_meet_and_agree_whatever_number_of_restarts_their_agents_count():
     """torchrun's agent of a host counts only the failures of its own ranks."""
     store = dist.HashStore()
 
-    def meet(rank: int, restart: int, timeout: float = 20.0) -> tuple[dist.Store, Place]:
-        place = Place("torchrun", rank, 2, rank, 2, "here", 1, restart, agent_store=True)
-        return rendezvous.meet(store, place, timeout)
+    def meet(rank: int, restart: int, timeout: float = 20.0) -> tuple[dist.Store, JobProcess]:
+        process = JobProcess("torchrun", rank, 2, rank, 2, "here", 1, restart, agent_store=True)
+        return rendezvous.meet(store, process, timeout)
 
     with pytest.raises(RuntimeError, match=r"ranks \[1\] did not come"):
         meet(0, 0, timeout=0.1)  # leaves its name of an attempt
@@ -209,11 +209,11 @@ def test_ranks_meet_and_agree_whatever_number_of_restarts_their_agents_count():
         with ThreadPoolExecutor() as pool:
             other = pool.submit(meet, 1, restarts[1])
             time.sleep(0.05)  # rank 1 sees what is left from the attempt before
-            mine, my_place = meet(0, restarts[0])
+            mine, my_process = meet(0, restarts[0])
             mine.set("attempt", str(attempt))
-            others, other_place = other.result()
+            others, other_process = other.result()
         assert others.get("attempt").decode() == str(attempt)
-        assert my_place.restart == other_place.restart == max(restarts)
+        assert my_process.restart == other_process.restart == max(restarts)
 
 
 def test_ranks_with_different_world_sizes_are_refused_on_all():
@@ -221,7 +221,7 @@ def test_ranks_with_different_world_sizes_are_refused_on_all():
     store = dist.HashStore()
 
     def meet(rank: int, size: int) -> None:
-        rendezvous.meet(store, Place("environment", rank, size, 0, 1, "here", 1), timeout=20)
+        rendezvous.meet(store, JobProcess("environment", rank, size, 0, 1, "here", 1), timeout=20)
 
     with ThreadPoolExecutor() as pool:
         ranks = [pool.submit(meet, *rank_and_size) for rank_and_size in ((0, 2), (1, 4))]
@@ -276,13 +276,13 @@ def test_a_rank_beside_a_launcher_that_names_another_one_is_warned_of(set_enviro
 
 
 def test_a_local_rank_without_a_variable_is_counted_by_hosts():
-    place = rendezvous.with_local(Place("mpi4py", 2, 4), ["b", "a", "b", "b"])
-    assert (place.local_rank, place.local_size) == (1, 3)
+    process = rendezvous.with_local(JobProcess("mpi4py", 2, 4), ["b", "a", "b", "b"])
+    assert (process.local_rank, process.local_size) == (1, 3)
 
 
 def test_a_local_rank_of_the_launcher_is_kept():
-    place = rendezvous.with_local(Place("openmpi", 2, 4, 2, 3), ["b", "a", "b", "b"])
-    assert (place.local_rank, place.local_size) == (2, 3)
+    process = rendezvous.with_local(JobProcess("openmpi", 2, 4, 2, 3), ["b", "a", "b", "b"])
+    assert (process.local_rank, process.local_size) == (2, 3)
 
 
 @pytest.mark.parametrize("resolves_to", ["10.1.2.3", "127.0.1.1", None])
@@ -330,7 +330,9 @@ def take_gpus(monkeypatch: pytest.MonkeyPatch, uuids: list[list[str]]) -> list[A
     def take_gpu(rank: int) -> Any:
         of_rank.gpus = [SimpleNamespace(uuid=uuid) for uuid in uuids[rank]]
         try:
-            return rendezvous.take_gpu(store, Place("slurm", rank, len(uuids), rank, len(uuids)))
+            return rendezvous.take_gpu(
+                store, JobProcess("slurm", rank, len(uuids), rank, len(uuids))
+            )
         except ValueError as error:
             return str(error)
 
@@ -356,7 +358,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="local rank 2 has no GPU of its own, this host has 2"):
-        rendezvous.take_gpu(store, Place("slurm", 2, 3, 2, 3))
+        rendezvous.take_gpu(store, JobProcess("slurm", 2, 3, 2, 3))
 
 
 def test_without_mpi4py_the_error_says_what_to_install(monkeypatch):

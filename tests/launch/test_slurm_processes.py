@@ -1,4 +1,4 @@
-"""Jobs of a real Slurm on two nodes: the ranks' places, their rendezvous, and attention."""
+"""Jobs of a real Slurm on two nodes: the ranks' numbers, their rendezvous, and attention."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reports(folder: Path) -> list[dict[str, Any]]:
     return sorted(by_file, key=lambda report: report["rank"])
 
 
-def places(folder: Path) -> list[tuple[int, int, int]]:
+def numbers(folder: Path) -> list[tuple[int, int, int]]:
     """(rank, local_rank, local_size) of each rank."""
     keys = ("rank", "local_rank", "local_size")
     return [tuple(report[key] for key in keys) for report in reports(folder)]
@@ -41,7 +41,7 @@ def places(folder: Path) -> list[tuple[int, int, int]]:
 
 def test_srun_joins_the_ranks_of_two_nodes(tmp_path: Path) -> None:
     run("srun", "-n", "4", *PROGRAM, str(tmp_path), "join")
-    assert places(tmp_path) == [(0, 0, 2), (1, 1, 2), (2, 0, 2), (3, 1, 2)]
+    assert numbers(tmp_path) == [(0, 0, 2), (1, 1, 2), (2, 0, 2), (3, 1, 2)]
     for report in reports(tmp_path):
         assert (report["launcher"], report["world_size"], report["sum of ranks"]) == ("slurm", 4, 6)
         assert report["environ"]["MASTER_ADDR"] == "node0" and report["second init is equal"]
@@ -55,7 +55,7 @@ def test_two_steps_of_one_job_meet_at_different_ports(tmp_path: Path) -> None:
         folder.mkdir()
         steps.append(" ".join(["srun --exact -N 2 -n 2", *PROGRAM, str(folder), "join"]))
     run("salloc", "-N", "2", "-n", "4", "sh", "-c", " & ".join([*steps, "wait"]))
-    assert [places(folder) for folder in folders] == 2 * [[(0, 0, 1), (1, 0, 1)]]
+    assert [numbers(folder) for folder in folders] == 2 * [[(0, 0, 1), (1, 0, 1)]]
     ports = {report["environ"]["MASTER_PORT"] for folder in folders for report in reports(folder)}
     assert len(ports) == 2
 

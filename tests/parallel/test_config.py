@@ -258,7 +258,7 @@ def test_to_dict_leaves_out_the_default_placement():
         ),
         (
             {"route": {"name": "concentric", "team_size": 2, "order": [0, 1]}},
-            r"route: order must list every digit .*0 = block \(of 2\), 1 = place \(of 2\), "
+            r"route: order must list every digit .*0 = block \(of 2\), 1 = position \(of 2\), "
             r"2 = member \(of 2\); got \[0, 1\]",
         ),
         (

@@ -25,7 +25,7 @@ def draw(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor
 def test_loss_and_gradient_do_not_depend_on_the_rows_of_a_chunk(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", rows * VOCAB)
+    monkeypatch.setattr(loss_module, "MAX_UPCAST_LOGITS", rows * VOCAB)
     logits, labels = draw()
     loss = token_loss(logits, labels, count_valid(labels))
     (grad,) = torch.autograd.grad(3 * loss, logits)  # the incoming gradient is not 1

@@ -18,7 +18,7 @@ from wf_backends.comm import Communicator
 from wf_backends.kernels import Scores
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.lowering.derivation import Problem, lower
-from wf_backends.runtime.attention import Attention, Call
+from wf_backends.runtime.attention import AttentionCall, RouteAttention
 from wf_backends.runtime.ulysses import HeadGroup, make_head_exchange
 from wf_backends.runtime.ulysses_pipeline import UlyssesAttention
 from wf_backends.schedule.layout import contiguous, zigzag
@@ -70,8 +70,8 @@ def events_of(comm, case):
     kernel = RecordedKernel(events)
     q = torch.randn(1, 8, 4, 8, dtype=torch.float64, requires_grad=True)
     kv = torch.randn(1, 8, 2, 8, dtype=torch.float64)
-    call = Call(*case.programs(comm.rank), Recorder(comm, events), kernel, Scores(0.3))
-    Attention.apply(q, kv, kv, call).sum().backward()
+    call = AttentionCall(*case.programs(comm.rank), Recorder(comm, events), kernel, Scores(0.3))
+    RouteAttention.apply(q, kv, kv, call).sum().backward()
     return events
 
 
@@ -82,7 +82,7 @@ def events_of_chunks(comm, chunks):
     case = Case(ring(1), ring(1), contiguous(1, 16), Mask(CAUSAL))
     recorder = Recorder(comm, events)
     own_ring, group = recorder.view([comm.rank]), HeadGroup(recorder, exchange, exchange)
-    call = Call(*case.programs(0), own_ring, RecordedKernel(events), Scores(0.3))
+    call = AttentionCall(*case.programs(0), own_ring, RecordedKernel(events), Scores(0.3))
     q, k, v = (torch.randn(1, 8, 12, 8).requires_grad_() for _ in range(3))
     UlyssesAttention.apply(q, k, v, call, group).sum().backward()
     return [event for event, _ in groupby(events)]

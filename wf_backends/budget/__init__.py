@@ -1,6 +1,6 @@
 """What a rank's memory holds in a training step. Pure: standard library only."""
 
-from wf_backends.budget.activations import Activations, Options
+from wf_backends.budget.activations import Activations, MemoryOptions
 from wf_backends.budget.budget import Training
 from wf_backends.budget.model import Decoder, Experts, Layer
 from wf_backends.budget.report import gib, report, tables
@@ -12,7 +12,7 @@ __all__ = [
     "Decoder",
     "Experts",
     "Layer",
-    "Options",
+    "MemoryOptions",
     "STAGES",
     "States",
     "Training",

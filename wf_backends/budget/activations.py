@@ -24,7 +24,7 @@ TOKEN_BYTES = 32  # ids, labels and positions of one token
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class MemoryOptions:
     """How a training step keeps memory low.
 
     Raises:
@@ -63,7 +63,7 @@ class Activations:
 
 
 def activations(
-    model: Decoder, tokens: int, attention_bytes: float, options: Options
+    model: Decoder, tokens: int, attention_bytes: float, options: MemoryOptions
 ) -> Activations:
     """The bytes of a step's activations on one rank.
 
@@ -92,12 +92,12 @@ def activations(
     return Activations(kept, attention, mlp, loss, host)
 
 
-def _saved(layer: Layer, options: Options) -> float:
+def _saved(layer: Layer, options: MemoryOptions) -> float:
     """Bytes a token that a layer saves."""
     return layer.saved - layer.mlp_saved if options.tile else layer.saved
 
 
-def _mlp(model: Decoder, layer: Layer, tokens: int, options: Options) -> float:
+def _mlp(model: Decoder, layer: Layer, tokens: int, options: MemoryOptions) -> float:
     """Bytes of a layer at the peak of its backward, attention left out.
 
     In tiles of t tokens: for the MLP e h n beyond the incoming gradient, which the tiles fill, what
@@ -190,14 +190,14 @@ def _mlp_weights(model: Decoder) -> int:
     return 3 * model.hidden * model.intermediate + experts
 
 
-def _weight_grad_sums(model: Decoder, weights: int, tokens: int, options: Options) -> float:
+def _weight_grad_sums(model: Decoder, weights: int, tokens: int, options: MemoryOptions) -> float:
     """Bytes of the weights' gradients in float32, which several tiles add up; 0 for one tile."""
     if options.tile == 0 or options.tile >= tokens:
         return 0.0
     return float(_upcast_bytes(model) * weights)
 
 
-def _loss(model: Decoder, tokens: int, options: Options) -> float:
+def _loss(model: Decoder, tokens: int, options: MemoryOptions) -> float:
     """Bytes of the last norm, the logits and their gradient, and probabilities in float32; or of
     the backward of that norm if these are more.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wf_backends._validation import positive
-from wf_backends.budget.activations import Activations, Options, activations
+from wf_backends.budget.activations import Activations, MemoryOptions, activations
 from wf_backends.budget.model import Decoder
 from wf_backends.budget.states import STAGES, Buckets, States, states
 
@@ -48,16 +48,16 @@ class Training:
         ranks = self.sequence_parallel_size * self.data_parallel_size
         return states(self.model, stage, ranks, self.buckets)
 
-    def activations(self, seqlen: int, options: Options) -> Activations:
+    def activations(self, seqlen: int, options: MemoryOptions) -> Activations:
         """Activations of a rank for a sequence of `seqlen` tokens."""
         tokens = self.tokens(seqlen)
         return activations(self.model, tokens, self.attention_bytes * tokens, options)
 
-    def device_bytes(self, seqlen: int, stage: int, options: Options) -> float:
+    def device_bytes(self, seqlen: int, stage: int, options: MemoryOptions) -> float:
         """The peak of a rank's device memory in a step."""
         return self.states(stage).peak(self.activations(seqlen, options).peak)
 
-    def longest(self, memory_bytes: float, stage: int, options: Options) -> int:
+    def longest(self, memory_bytes: float, stage: int, options: MemoryOptions) -> int:
         """The longest sequence whose step fits, in tokens, a multiple of the ranks; 0 if none."""
         ranks = self.sequence_parallel_size
 

@@ -8,7 +8,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from wf_backends.budget.activations import CHECKPOINTS, Activations, Options
+from wf_backends.budget.activations import CHECKPOINTS, Activations, MemoryOptions
 from wf_backends.budget.budget import Training
 from wf_backends.budget.states import STAGES
 
@@ -50,14 +50,14 @@ def report(training: Training, seqlen: int, memory_bytes: float) -> dict[str, An
             for stage, s in by_stage
         ],
         "choices": [
-            _choice(training, seqlen, memory_bytes, Options(checkpoints, tile))
+            _choice(training, seqlen, memory_bytes, MemoryOptions(checkpoints, tile))
             for checkpoints, tile in product(CHECKPOINTS, (0, TILE))
         ],
     }
 
 
 def _choice(
-    training: Training, seqlen: int, memory_bytes: float, options: Options
+    training: Training, seqlen: int, memory_bytes: float, options: MemoryOptions
 ) -> dict[str, Any]:
     """For one choice of options: activations, and for each stage bytes and the longest sequence."""
     activations: Activations = training.activations(seqlen, options)

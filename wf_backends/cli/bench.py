@@ -75,8 +75,8 @@ def run(calls: list[Callable[[], None]], timer: Timer, repeats: int) -> list[flo
     console = Console(stderr=True)
     for call in calls:
         call()  # allocates buffers
-    rounds = track(range(repeats), "running", disable=timer.comm.rank > 0, console=console)
-    times = [[timer.times(call, 1)[0] for call in calls] for _ in rounds]
+    turns = track(range(repeats), "running", disable=timer.comm.rank > 0, console=console)
+    times = [[timer.times(call, 1)[0] for call in calls] for _ in turns]
     return [median(plan_times) for plan_times in zip(*times, strict=True)]
 
 

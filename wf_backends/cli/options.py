@@ -189,8 +189,8 @@ def cache_folder_of(cache_dir: Path | None) -> Path:
 def launched_rank() -> int:
     """The rank that a launcher gave this process; 0 if none did, or if its variables are wrong."""
     with suppress(ValueError):
-        place = detect(os.environ)
-        return place.rank if place.launcher != "environment" else 0
+        process = detect(os.environ)
+        return process.rank if process.launcher != "environment" else 0
     return 0
 
 

@@ -22,7 +22,7 @@ Seconds = Callable[[Work, float], float]  # of one run, from series of at least 
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class TileSizes:
     """Rows (and as many keys) of the tiles that are timed."""
 
     small: int
@@ -37,8 +37,8 @@ class Sizes:
     """Seconds for which equal tiles are computed in a series, at least."""
 
 
-CPU = Sizes(16, 768, 512, 128, heads=4, series_s=0.15)
-GPU = Sizes(1024, 8192, 1024, 1024, heads=8, series_s=0.02)
+CPU = TileSizes(16, 768, 512, 128, heads=4, series_s=0.15)
+GPU = TileSizes(1024, 8192, 1024, 1024, heads=8, series_s=0.02)
 
 
 class KernelTimer:

@@ -19,8 +19,8 @@ LONG_MESSAGE_S = 0.8  # of the message that a rate is measured by, if MAX_BYTES 
 REPEATS = 5
 FEW_REPEATS = 3  # of what varies little
 MAX_TOTAL_S = 1.5  # of the repeats of a message
-OVERLAP_ROUNDS = 4
-LATENCY_ROUNDS = 20
+OVERLAPS_IN_A_ROW = 4
+EXCHANGES_IN_A_ROW = 20
 
 Work = Callable[[], object]
 Peers = tuple[int | None, int | None]  # the rank to send to, and the rank to receive from
@@ -74,10 +74,12 @@ class Timer:
             times = self.times(partial(_repeat, work, count), 2)
         return min(times) / count
 
-    def exchange(self, peers: Peers, num_bytes: int, repeats: int, rounds: int = 1) -> list[float]:
+    def exchange(
+        self, peers: Peers, num_bytes: int, repeats: int, in_a_row: int = 1
+    ) -> list[float]:
         """Seconds until every rank has sent to its target and received from its source."""
         post = self.make_post(peers, num_bytes)
-        return self.times(partial(_repeat, lambda: post().wait(), rounds), repeats, MAX_TOTAL_S)
+        return self.times(partial(_repeat, lambda: post().wait(), in_a_row), repeats, MAX_TOTAL_S)
 
     def make_post(self, peers: Peers, num_bytes: int) -> Callable[[], Pending]:
         """A function that posts one message to the target and one from the source."""
@@ -89,16 +91,16 @@ class Timer:
         return lambda: self.comm.post("bench", sends, recvs)
 
     def overlapped(self, post: Callable[[], Pending] | None, tile: Work, tiles: int) -> float:
-        """Seconds of OVERLAP_ROUNDS rounds: post a message (unless None), compute tiles, wait."""
+        """Seconds of OVERLAPS_IN_A_ROW times: post a message (unless None), compute tiles, wait."""
 
-        def one_round() -> None:
+        def overlap() -> None:
             pending = post() if post else None
             _repeat(tile, tiles)
             if pending:
                 pending.wait()
 
-        rounds = partial(_repeat, one_round, OVERLAP_ROUNDS)
-        return median(self.times(rounds, FEW_REPEATS, MAX_TOTAL_S))
+        overlaps = partial(_repeat, overlap, OVERLAPS_IN_A_ROW)
+        return median(self.times(overlaps, FEW_REPEATS, MAX_TOTAL_S))
 
     def latency(self, peers: Peers) -> float:
         """Seconds of an exchange of a few bytes that follows another exchange.
@@ -107,8 +109,8 @@ class Timer:
         exchanges is free of that.
         """
         short_s = min(self.exchange(peers, 4, FEW_REPEATS))
-        long_s = min(self.exchange(peers, 4, FEW_REPEATS, 1 + LATENCY_ROUNDS))
-        return max(long_s - short_s, short_s / LATENCY_ROUNDS) / LATENCY_ROUNDS
+        long_s = min(self.exchange(peers, 4, FEW_REPEATS, 1 + EXCHANGES_IN_A_ROW))
+        return max(long_s - short_s, short_s / EXCHANGES_IN_A_ROW) / EXCHANGES_IN_A_ROW
 
     def rate(
         self, peers: Peers, latency_s: float, long_s: float = LONG_MESSAGE_S, repeats: int = REPEATS

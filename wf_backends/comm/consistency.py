@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from wf_backends.comm.exchanges import Round, doubling, gather_texts
+from wf_backends.comm.exchanges import SendsAndRecvs, doubling, gather_texts
 from wf_backends.comm.protocol import Communicator, Shared
 
 HEADER_INTEGERS = 32  # the same for all calls, so that no header is longer than a peer's buffer
@@ -138,12 +138,12 @@ class ConsistencyCheck(Shared):
         """
         length = len(values) + -len(values) % HEADER_INTEGERS
         device = self.comm.small_message_device(x)
-        headers, host_rows, rows, rounds = self._header_buffers(length, device)
+        headers, host_rows, rows, posts = self._header_buffers(length, device)
         with self.one_thread:
             headers[:length] = array("q", values + (0,) * (length - len(values)))
             if rows is not host_rows:
                 rows[0] = host_rows[0]
-            for sends, recvs in rounds:
+            for sends, recvs in posts:
                 self.comm.post("agreement", sends, recvs).wait()
             if rows is not host_rows:
                 host_rows.copy_(rows)
@@ -151,7 +151,7 @@ class ConsistencyCheck(Shared):
 
     def _make_header_buffers(
         self, length: int, device: torch.device
-    ) -> tuple[array[int], Tensor, Tensor, tuple[Round, ...]]:
+    ) -> tuple[array[int], Tensor, Tensor, tuple[SendsAndRecvs, ...]]:
         """Buffers for all ranks' headers of `length` integers, and the messages that fill them.
 
         Returns:

@@ -9,7 +9,7 @@ from torch import Size, Tensor
 
 from wf_backends.comm.protocol import Communicator, Message
 
-Round = tuple[list[Message], list[Message]]  # sends, receives
+SendsAndRecvs = tuple[list[Message], list[Message]]  # of one post
 
 
 def all_to_all(
@@ -71,10 +71,10 @@ def gather_texts(comm: Communicator, text: str) -> list[str]:
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def doubling(comm: Communicator, rows: Tensor) -> Iterator[Round]:
-    """The rounds (sends, receives) of an all-gather: then row i of `rows` is rank r - i's.
+def doubling(comm: Communicator, rows: Tensor) -> Iterator[SendsAndRecvs]:
+    """What is posted in turn in an all-gather; then row i of `rows` is rank r - i's.
 
-    Rank r begins with its own row in row 0. In each round it sends all n rows that it holds to rank
+    Rank r begins with its own row in row 0. In each post it sends all n rows that it holds to rank
     r + n and receives as many, so that ceil(log2 P) messages do in place of P - 1.
     Source: Bruck et al. 1997, section 3.
     """

@@ -98,7 +98,7 @@ class MpiComm(ProcessComm):
     def _post_direct(
         self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
     ) -> Pending:
-        requests: list[_Request] = []
+        requests: list[_MpiRequest] = []
         tag, mpi = CONTROL.get(label, self.tag), self.comm
         receiving, sending = ("message from", mpi.Irecv, recvs), ("message to", mpi.Isend, sends)
         for transfer, start, messages in (receiving, sending):
@@ -110,12 +110,12 @@ class MpiComm(ProcessComm):
                     except self.MPI.Exception as error:
                         raise self.failed(label, transfer, peer, error) from error
                     num_bytes = part.numel() if messages is recvs else None
-                    requests.append(_Request(transfer, peer, request, num_bytes, part))
+                    requests.append(_MpiRequest(transfer, peer, request, num_bytes, part))
         return _MpiPending(self, label, requests)
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _MpiRequest:
     """One MPI request."""
 
     transfer: str
@@ -129,8 +129,8 @@ class _Request:
 class _MpiPending(Pending):
     comm: MpiComm
     label: str
-    requests: list[_Request]
-    orphan: _Request | None = None  # the first request, if its peer had ended at the last check
+    requests: list[_MpiRequest]
+    orphan: _MpiRequest | None = None  # the first request, if its peer had ended at the last check
 
     def poll(self) -> None:
         self.requests = [request for request in self.requests if not self._is_done(request)]
@@ -156,7 +156,7 @@ class _MpiPending(Pending):
                     raise self._failed(first, f"it did not end within {comm.timeout:g} s")
         comm.waits = None
 
-    def _failed(self, request: _Request, error: object) -> RuntimeError:
+    def _failed(self, request: _MpiRequest, error: object) -> RuntimeError:
         return self.comm.failed(self.label, request.transfer, request.peer, error)
 
     def _check_peer(self) -> None:
@@ -169,7 +169,7 @@ class _MpiPending(Pending):
             raise self._failed(first, error)
         self.orphan = first if comm.comm.Iprobe(first.peer, ENDED_TAG) else None
 
-    def _is_done(self, request: _Request) -> bool:
+    def _is_done(self, request: _MpiRequest) -> bool:
         status = self.comm.MPI.Status()
         try:
             if not request.request.Test(status):

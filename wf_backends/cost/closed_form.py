@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from math import ceil, inf
 
 from wf_backends.cost.exact_cost import buffer_bytes
-from wf_backends.cost.route_shape import NOTHING, Load, RouteShape, Side
+from wf_backends.cost.route_shape import NOTHING, HeldShards, LinkBytes, RouteShape
 from wf_backends.cost.ulysses import pipelined
 from wf_backends.cost.workload import Cost, HeadSplit, PassKind
 from wf_backends.lowering import bundle_sizes, unevenness
@@ -55,7 +55,7 @@ class ClosedForm:
         stay, walk = self.kind.ordered(shape.queries, shape.keys)
         live_hops = self._live_hops(shape)
         step_s = self.tiles_s / (live_hops + 1)
-        gather, to_owners = self._walker_loads(shape, walk)
+        gather, to_owners = self._walker_bytes(shape, walk)
         fetched, results = (self.shard_rows[0] * n for n in (rows.stay.gathered, rows.stay.partial))
         hops = list(self._hops(shape, walk, live_hops))
         seconds = gather.seconds(topology) + to_owners.seconds(topology)
@@ -73,20 +73,26 @@ class ClosedForm:
         gathered_bytes = held_rows[0] * rows.stay.row if stay.foreign else 0.0
         gathered_bytes += held_rows[1] * rows.walk.row if walk.foreign else 0.0
         exchanges = (stay.exchange(topology, n, cross_once=once) for n in (fetched, results))
-        sent = [*hops, *((1, load) for load in (gather, to_owners, *exchanges))]
+        all_sent = [*hops, *((1, sent) for sent in (gather, to_owners, *exchanges))]
         chunk_cost = Cost(
             seconds,
             compute_s,
-            transfer_s=sum(count * load.seconds(topology) for count, load in sent),
-            nic_bytes=sum(count * load.nic for count, load in sent),
-            inside_bytes=sum(count * load.inside for count, load in sent),
+            transfer_s=sum(count * sent.seconds(topology) for count, sent in all_sent),
+            nic_bytes=sum(count * sent.nic for count, sent in all_sent),
+            inside_bytes=sum(count * sent.inside for count, sent in all_sent),
             memory_bytes=buffer_bytes(self.shard_rows, held_rows, rows, arrive=live_hops > 0),
             gathered_bytes=gathered_bytes,
         )
         return pipelined(self.split, chunk_cost)
 
     def _edge_s(
-        self, stay: Side, once: bool, step_s: float, hop: Load, arriving: float, leaving: float
+        self,
+        stay: HeldShards,
+        once: bool,
+        step_s: float,
+        hop: LinkBytes,
+        arriving: float,
+        leaving: float,
     ) -> tuple[float, float]:
         """(seconds of the first or the last step, seconds that it computes more than other steps).
 
@@ -113,8 +119,8 @@ class ClosedForm:
         fetch = stay.exchange(topology, arriving, cross_once=once)
         results = stay.exchange(topology, leaving, cross_once=once)
         earlier = stay.exchange(topology, leaving, owners[-1], once)
-        last = Load(results.nic - earlier.nic, results.inside - earlier.inside)
-        hold_s = sum(load.hold_s(topology) for load in (fetch, hop, results))
+        last = LinkBytes(results.nic - earlier.nic, results.inside - earlier.inside)
+        hold_s = sum(sent.hold_s(topology) for sent in (fetch, hop, results))
         waiting_s = waiting_owners / stay.shards * step_s + call_s
         earlier_s = (stay.foreign - owners[-1]) / stay.shards * step_s + (len(owners) - 1) * call_s
         fetch_s, results_s = fetch.seconds(topology) + pass_on_s, results.seconds(topology)
@@ -125,7 +131,7 @@ class ClosedForm:
         )
         return seconds, (calls - 1) * call_s
 
-    def _walker_loads(self, shape: RouteShape, walk: Side) -> tuple[Load, Load]:
+    def _walker_bytes(self, shape: RouteShape, walk: HeldShards) -> tuple[LinkBytes, LinkBytes]:
         """(walkers gathered before the first step, the last step's results sent to the owners)."""
         topology, row, shard_rows = self.topology, self.row_bytes.walk, self.shard_rows[1]
         partial = shard_rows * row.partial
@@ -134,11 +140,13 @@ class ClosedForm:
         elif walk.shards == 1:
             to_owners = shape.hops[-1][1].hop(partial)
         else:
-            to_owners = Side(walk.shards, own=0).exchange(topology, partial)
+            to_owners = HeldShards(walk.shards, own=0).exchange(topology, partial)
         return walk.exchange(topology, shard_rows * row.gathered), to_owners
 
-    def _hops(self, shape: RouteShape, walk: Side, live_hops: int) -> Iterator[tuple[int, Load]]:
-        """(number of equal hops, load of one): one hop after each step.
+    def _hops(
+        self, shape: RouteShape, walk: HeldShards, live_hops: int
+    ) -> Iterator[tuple[int, LinkBytes]]:
+        """(number of equal hops, bytes of one): one hop after each step.
 
         Partial results of walkers leave one step after they were computed, of the first step only
         those of other ranks' shards. After the last step nothing else travels.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from wf_backends.cost.simulator import Messages, PhaseRound, RankPhase, Simulator
+from wf_backends.cost.simulator import MessageSizes, PhaseRound, RankPhase, Simulator
 from wf_backends.cost.ulysses import pipelined
 from wf_backends.cost.workload import Cost, HeadSplit, PassKind
 from wf_backends.lowering import (
@@ -95,11 +95,11 @@ def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Itera
     """
     rows, score_s, rate = kind.row_bytes(split.shape), kind.seconds_per_score(split), split.rate
 
-    def messages(parcels: Iterable[Parcel], row_bytes: int) -> Messages:
+    def messages(parcels: Iterable[Parcel], row_bytes: int) -> MessageSizes:
         sent = ((parcel.peer, parcel.num_rows * row_bytes) for parcel in parcels)
         return [(peer, num_bytes) for peer, num_bytes in sent if peer != program.rank and num_bytes]
 
-    def partials(step: Step | None) -> Messages:
+    def partials(step: Step | None) -> MessageSizes:
         if step is None:
             return []
         return messages((*step.partial_out, *step.reduce_out), rows.walk.partial)

@@ -16,14 +16,14 @@ from wf_backends.schedule import Placed, digits, strides
 
 
 @dataclass(slots=True)
-class Load:
+class LinkBytes:
     """Bytes sent one way: through the busiest NIC, and the busiest rank's link inside its host."""
 
     nic: float = 0.0
     inside: float = 0.0
 
-    def __add__(self, other: Load) -> Load:
-        return Load(self.nic + other.nic, self.inside + other.inside)
+    def __add__(self, other: LinkBytes) -> LinkBytes:
+        return LinkBytes(self.nic + other.nic, self.inside + other.inside)
 
     def seconds(self, topology: Topology) -> float:
         """max(latency + bytes / rate) over both kinds of links; 0 where nothing is sent."""
@@ -35,7 +35,7 @@ class Load:
         return topology.hold_s(2 * rank_bytes, 2 * messages) if rank_bytes else 0.0
 
 
-NOTHING = Load()
+NOTHING = LinkBytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class Axis:
     senders_per_nic: int
     """How many ranks send through one NIC if every rank sends to the next one along the axis."""
 
-    def hop(self, num_bytes: float) -> Load:
-        """The load if every rank sends `num_bytes` to the next one along the axis."""
-        return Load(self.senders_per_nic * num_bytes, num_bytes if self.per_host > 1 else 0.0)
+    def hop(self, num_bytes: float) -> LinkBytes:
+        """The bytes if every rank sends `num_bytes` to the next one along the axis."""
+        return LinkBytes(self.senders_per_nic * num_bytes, num_bytes if self.per_host > 1 else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class HeldShards:
     """The shards of queries, or of keys, that a rank holds in its first step."""
 
     shards: int = 1
@@ -70,8 +70,8 @@ class Side:
 
     def exchange(
         self, topology: Topology, num_bytes: float, skip_last: int = 0, cross_once: bool = False
-    ) -> Load:
-        """The load if every rank sends `num_bytes` to each other rank that shares this side.
+    ) -> LinkBytes:
+        """The bytes if every rank sends `num_bytes` to each other rank that shares this side.
 
         Args:
             skip_last: how many of these ranks to leave out, the last ones: neighbours come first.
@@ -81,23 +81,23 @@ class Side:
         if receivers == 0 or num_bytes == 0:
             return NOTHING
         if self.axis is None:
-            sent = receivers * num_bytes
-            return Load(inside=sent) if topology.hosts == 1 else Load(nic=ranks_per_nic * sent)
+            sent, on_one_host = receivers * num_bytes, topology.hosts == 1
+            return LinkBytes(inside=sent) if on_one_host else LinkBytes(ranks_per_nic * sent)
         per_host = self.axis.per_host
         near = min(receivers, per_host - 1)
         inside, far = min(near, 1) if topology.direct_links else near, receivers - near
         if cross_once:
             far /= per_host  # one receiver of each other host gets the rows, and passes them on
             inside += far if topology.direct_links else far * (per_host - 1)
-        return Load(ranks_per_nic * far * num_bytes, inside * num_bytes)
+        return LinkBytes(ranks_per_nic * far * num_bytes, inside * num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class RouteShape:
     """The shards that a rank of a route gathers, and its hops."""
 
-    queries: Side
-    keys: Side
+    queries: HeldShards
+    keys: HeldShards
     hops: tuple[tuple[int, Axis], ...]
     """(number of hops, their axis), in order."""
     cross_once: bool = False
@@ -124,7 +124,7 @@ def shape_of(placed: Placed, split: HeadSplit) -> RouteShape:
     sizes = digits(route, size)
     digit_strides = strides(sizes, placed.order)
     axes = [_axis(split, *digit) for digit in zip(sizes, digit_strides, strict=True)]
-    queries, keys = Side(), Side()
+    queries, keys = HeldShards(), HeldShards()
     match route["name"]:
         case "ring":
             hops = ((size - 1, axes[0]),)
@@ -132,14 +132,14 @@ def shape_of(placed: Placed, split: HeadSplit) -> RouteShape:
             outer, inner = axes
             hops = (outer.size * (inner.size - 1), inner), (outer.size - 1, outer)
         case "all_gather":
-            keys, hops = Side(size, axes[0]), ()
+            keys, hops = HeldShards(size, axes[0]), ()
         case "mesh":
             column, row = axes
-            queries, hops = Side(row.size, row), ((column.size - 1, column),)
+            queries, hops = HeldShards(row.size, row), ((column.size - 1, column),)
         case "concentric":
-            team, place, member = axes
-            queries, keys = Side(member.size, member), Side(team.size, own=0)
-            hops = ((place.size - 1, place),)
+            block, position, member = axes
+            queries, keys = HeldShards(member.size, member), HeldShards(block.size, own=0)
+            hops = ((position.size - 1, position),)
         case name:
             raise NotImplementedError(f"route {name!r} has no shape: add it to shape_of")
     return RouteShape(queries, keys, hops, placed.host_size > 1)

@@ -18,7 +18,7 @@ from wf_backends.cluster import Link, Topology
 from wf_backends.cost.workload import Cost, Span
 from wf_backends.lowering import UlyssesGroups
 
-Messages = Sequence[tuple[int, int]]  # (peer, bytes)
+MessageSizes = Sequence[tuple[int, int]]  # (peer, bytes)
 LinkEnd = tuple[bool, str, int, int]
 """(whether it is a NIC, "out" or "in", the NIC or rank, the other rank of a direct link or -1)."""
 QueuedMessage = tuple[float, float, tuple[int, int]]
@@ -31,12 +31,12 @@ Arrivals = dict[int, float]
 class PhaseRound:
     """A round of a step: what is sent before and after its tiles (see `lowering.Round`)."""
 
-    fetch: Messages = ()
-    pass_on: Messages = ()
+    fetch: MessageSizes = ()
+    pass_on: MessageSizes = ()
     seconds: float = 0.0
     """Of its tiles."""
-    pass_back: Messages = ()
-    reduce: Messages = ()
+    pass_back: MessageSizes = ()
+    reduce: MessageSizes = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class RankPhase:
     """What one rank does in a phase: its rounds one after another, and its hop meanwhile."""
 
     label: str
-    hop: Messages = ()
+    hop: MessageSizes = ()
     rounds: tuple[PhaseRound, ...] = ()
 
 
@@ -109,7 +109,7 @@ class Simulator:
             self.computed_s[rank] += seconds
             self._note(rank, label, "compute", start, start + seconds)
 
-    def _post(self, label: str, messages_by_rank: Sequence[Messages]) -> Arrivals:
+    def _post(self, label: str, messages_by_rank: Sequence[MessageSizes]) -> Arrivals:
         """Send messages that all ranks post at the same point of their programs."""
         if not any(messages_by_rank):
             return {}

@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import lcm
 
 from wf_backends.cluster import Topology
-from wf_backends.cost.route_shape import NOTHING, Load
+from wf_backends.cost.route_shape import NOTHING, LinkBytes
 from wf_backends.cost.workload import Cost, HeadSplit, Span
 from wf_backends.lowering import UlyssesGroups
 
@@ -24,8 +24,8 @@ def cost_around_passes(split: HeadSplit) -> Cost:
     return Cost(agreement_s, transfer_s=agreement_s, spans=spans) + exchanges + exchanges
 
 
-def exchange_loads(split: HeadSplit) -> tuple[Load, Load]:
-    """The loads of one chunk's exchanges: (of q, k and v, which go together, of out).
+def exchange_bytes(split: HeadSplit) -> tuple[LinkBytes, LinkBytes]:
+    """The bytes of one chunk's exchanges: (of q, k and v, which go together, of out).
 
     The backward exchanges as many bytes, of gradients, in the opposite order.
     """
@@ -33,7 +33,7 @@ def exchange_loads(split: HeadSplit) -> tuple[Load, Load]:
     by_nic, inside = _busiest_parts(split.groups, topology)
     lengths = workload.seqlen, workload.num_keys
     rows = (-(-length // topology.size) for length in lengths)  # of a rank, rounded up
-    qkv, out = (Load(by_nic * n, inside * n) for n in _qkv_and_out_bytes(split, *rows))
+    qkv, out = (LinkBytes(by_nic * n, inside * n) for n in _qkv_and_out_bytes(split, *rows))
     return qkv, out
 
 
@@ -61,10 +61,10 @@ def _qkv_and_out_bytes(split: HeadSplit, queries: float, keys: float) -> tuple[f
     return qkv, queries * width_bytes * shape.value
 
 
-def exchange_s(split: HeadSplit, load: Load) -> float:
+def exchange_s(split: HeadSplit, sent: LinkBytes) -> float:
     """Seconds of an exchange: bytes / rate of the busiest link + max(latency, `min_exchange_s`)."""
     topology, min_s = split.topology, min_exchange_s(split)
-    links = (topology.inside, load.inside), (topology.between, load.nic)
+    links = (topology.inside, sent.inside), (topology.between, sent.nic)
     seconds = (n / link.bytes_per_s + max(link.latency_s, min_s) for link, n in links if n)
     return max(seconds, default=0.0)  # an empty batch sends nothing
 
@@ -79,9 +79,9 @@ def min_exchange_s(split: HeadSplit) -> float:
     return topology.exchange_s or topology.hold_s(0.0, messages=2 * 3 * peers)
 
 
-def exchange_hold_s(split: HeadSplit, load: Load) -> float:
+def exchange_hold_s(split: HeadSplit, sent: LinkBytes) -> float:
     """Seconds for which an exchange with all peers keeps a rank from computing."""
-    hold_s = load.hold_s(split.topology, messages=split.degree - 1)
+    hold_s = sent.hold_s(split.topology, messages=split.degree - 1)
     return max(hold_s, split.topology.occupied * min_exchange_s(split))
 
 
@@ -93,10 +93,10 @@ def ulysses_cost(split: HeadSplit) -> Cost:
     cost, chunks = Cost(), split.chunks
     if split.degree == 1:
         return cost
-    for name, load in zip(("ulysses qkv", "ulysses out"), exchange_loads(split), strict=True):
-        seconds = exchange_s(split, load)
+    for name, sent in zip(("ulysses qkv", "ulysses out"), exchange_bytes(split), strict=True):
+        seconds = exchange_s(split, sent)
         spans = (Span(name, "transfer", 0.0, seconds),)
-        cost += Cost(seconds, 0.0, seconds, chunks * load.nic, chunks * load.inside, spans=spans)
+        cost += Cost(seconds, 0.0, seconds, chunks * sent.nic, chunks * sent.inside, spans=spans)
     share, workload = split.degree / split.topology.size, split.workload
     gathered = _qkv_and_out_bytes(split, workload.seqlen * share, workload.num_keys * share)
     return replace(cost, memory_bytes=chunks * sum(gathered))
@@ -115,11 +115,11 @@ def pipelined(split: HeadSplit, chunk_cost: Cost) -> Cost:
     """
     if split.chunks == 1:
         return chunk_cost
-    qkv, out = exchange_loads(split)
+    qkv, out = exchange_bytes(split)
     total = Cost()
     for exchanges in ([qkv], *[[qkv, out]] * (split.chunks - 2), [out]):
-        hold_s = sum(exchange_hold_s(split, load) for load in exchanges)
-        carried = Load(chunk_cost.nic_bytes, chunk_cost.inside_bytes) + sum(exchanges, NOTHING)
+        hold_s = sum(exchange_hold_s(split, sent) for sent in exchanges)
+        carried = LinkBytes(chunk_cost.nic_bytes, chunk_cost.inside_bytes) + sum(exchanges, NOTHING)
         seconds = max(chunk_cost.seconds + hold_s, carried.seconds(split.topology))
         total += replace(chunk_cost, seconds=seconds)
     return total

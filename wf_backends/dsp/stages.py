@@ -83,7 +83,7 @@ class Stages:
                 )
 
 
-Lengths = tuple[int, ...]  # local lengths of the sequence dimensions, in the order of `dims`
+LocalLengths = tuple[int, ...]  # local lengths of the sequence dimensions, in the order of `dims`
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class LayoutTracker:
         self.current_cut: Cut | None = None
         """How the hidden state is cut now; None while it is whole."""
         self._in_forward = self._recomputed = self._paused = False
-        self._cuts: dict[tuple[str, Lengths], list[Cut | None]] = {}
+        self._cuts: dict[tuple[str, LocalLengths], list[Cut | None]] = {}
         """The cuts that each stage got in the forwards so far, by its name and local lengths."""
         modules = dict(model.named_modules())
         needs = _resolve(stages.needs, modules)

@@ -20,7 +20,7 @@ from torch import Size, Tensor
 
 from wf_backends._compile import eager
 from wf_backends.comm import Communicator, ConsistencyCheck, all_to_all, fingerprint, make_comm
-from wf_backends.runtime import dimension, gather_shards, move, take_shard
+from wf_backends.runtime import dimension, gather_shards, linear_map, take_shard
 from wf_backends.schedule import Layout
 
 GRADIENTS = ("whole", "averaged")
@@ -77,7 +77,7 @@ class DynamicSequenceParallel:
         to_whole = gather_shards if self.gradients == "whole" else _zero_padded
         cut = self.comm, ranges_of(sizes), dim
         forward, backward = partial(take_shard, *cut), partial(to_whole, *cut)
-        return Sharded(move(x, forward, backward, "split"), dim, sizes)
+        return Sharded(linear_map(x, forward, backward, "split"), dim, sizes)
 
     @eager
     def switch(self, x: Sharded, from_dim: int, to_dim: int) -> Sharded:
@@ -98,7 +98,7 @@ class DynamicSequenceParallel:
         old, new = (from_dim, x.sizes), (to_dim, sizes)
         forward = partial(_exchange, self.comm, old, new)
         backward = partial(_exchange, self.comm, new, old)
-        return Sharded(move(x.tensor, forward, backward, "switch"), to_dim, sizes)
+        return Sharded(linear_map(x.tensor, forward, backward, "switch"), to_dim, sizes)
 
     @eager
     def gather(self, x: Sharded, dim: int) -> Tensor:
@@ -115,7 +115,7 @@ class DynamicSequenceParallel:
         to_shard = take_shard if self.gradients == "whole" else _take_sum
         cut = self.comm, ranges_of(x.sizes), dim
         forward, backward = partial(gather_shards, *cut), partial(to_shard, *cut)
-        return move(x.tensor, forward, backward, "gather")
+        return linear_map(x.tensor, forward, backward, "gather")
 
     @eager
     def gather_for_shards(self, x: Sharded, dim: int) -> Tensor:

@@ -46,7 +46,7 @@ LSE_MULTIPLE = 32  # of rows, in the lse of torch's memory-efficient kernel
 MASK_MULTIPLE = 8  # of elements, between the rows of a mask for it
 
 
-class Attention(NamedTuple):
+class AtenOperators(NamedTuple):
     """Two operators of torch on heads-first tensors: q (b, h, i, d), k and v (b, g, j, d).
 
     mask is an additive mask (1, 1, i, j) or None; causal counts from the top left.
@@ -61,7 +61,7 @@ class Attention(NamedTuple):
 class MaskedTiles:
     """Kernel.forward and Kernel.backward for the sub-tiles of one tile, which share masks."""
 
-    def __init__(self, attention: Attention) -> None:
+    def __init__(self, attention: AtenOperators) -> None:
         self._attention, self._make_mask = attention, cache(additive_mask)
 
     def forward(
@@ -92,7 +92,7 @@ class MaskedTiles:
         return self._make_mask(q.shape[1], k.shape[1], band, q.dtype, q.device), False
 
 
-def masked_operators(name: str, attention: Attention) -> Operators:
+def masked_operators(name: str, attention: AtenOperators) -> Operators:
     """The operators for one tile."""
     tiles = MaskedTiles(attention)
     return Operators(name, split_causal, tiles.forward, tiles.backward)
@@ -161,8 +161,8 @@ def _for_all_heads(
     return k, v, None if mask is None else mask.expand(*q.shape[:2], -1, -1)
 
 
-CPU = Attention(_cpu_forward, _cpu_backward)
-EFFICIENT = Attention(_efficient_forward, _efficient_backward)
+CPU = AtenOperators(_cpu_forward, _cpu_backward)
+EFFICIENT = AtenOperators(_efficient_forward, _efficient_backward)
 _CPU_WITHOUT_MASK = masked_operators("cpu", CPU)
 _EFFICIENT_WITHOUT_MASK = masked_operators("efficient", EFFICIENT)
 

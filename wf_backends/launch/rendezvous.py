@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from wf_backends.comm import gather_texts, in_time, make_comm
-from wf_backends.launch.environment import Place
+from wf_backends.launch.environment import JobProcess
 
 ATTEMPT, MET = "attempt", "met"  # keys: the name of rank 0's attempt, and who came to it
 LOOK_S = 1.0  # after which a rank looks whether rank 0 has begun another attempt
@@ -30,44 +30,44 @@ CONNECT_S = 10.0  # after which a connection is tried anew: hosts that boot lose
 CONNECTS = 4  # a TCPStore that reaches nobody takes up to 3.5 of its timeouts + 1.5 s
 
 
-def open_store(place: Place, world: Any, timeout: float) -> tuple[Place, Store]:
-    """The store at which the ranks meet, and the place with its address and port.
+def open_store(process: JobProcess, world: Any, timeout: float) -> tuple[JobProcess, Store]:
+    """The store at which the ranks meet, and the process with its address and port.
 
     Args:
-        world: the MPI communicator by which rank 0 sends the address; None = it is in `place`.
+        world: the MPI communicator by which rank 0 sends the address; None = it is in `process`.
     """
     if world is not None:
-        return _open_by_mpi(place, world, timeout)
-    if place.world_size == 1 and place.address is None:
-        place = replace(place, address="127.0.0.1", port=0)
-    if place.address is None or place.port is None:
+        return _open_by_mpi(process, world, timeout)
+    if process.world_size == 1 and process.address is None:
+        process = replace(process, address="127.0.0.1", port=0)
+    if process.address is None or process.port is None:
         raise ValueError(
-            f"MASTER_ADDR is not set, and {place.launcher} does not say where rank 0 of "
-            f"{place.world_size} is: set MASTER_ADDR and MASTER_PORT on every rank"
+            f"MASTER_ADDR is not set, and {process.launcher} does not say where rank 0 of "
+            f"{process.world_size} is: set MASTER_ADDR and MASTER_PORT on every rank"
         )
-    return _open(place, timeout)
+    return _open(process, timeout)
 
 
-def _open_by_mpi(place: Place, world: Any, timeout: float) -> tuple[Place, Store]:
+def _open_by_mpi(process: JobProcess, world: Any, timeout: float) -> tuple[JobProcess, Store]:
     """Rank 0 listens on a free port and then sends it, so that no process can take it before."""
     comm = make_comm(world, timeout)
     is_one_host = len(set(gather_texts(comm, socket.gethostname()))) == 1
     store, address_and_port = None, ""
-    if place.rank == 0:
+    if process.rank == 0:
         address = "127.0.0.1" if is_one_host else _outward_address()
-        place, store = _open(replace(place, address=address, port=0), timeout)
-        address_and_port = f"{place.address} {place.port}"
+        process, store = _open(replace(process, address=address, port=0), timeout)
+        address_and_port = f"{process.address} {process.port}"
     address, port = gather_texts(comm, address_and_port)[0].split()
     if store is not None:
-        return place, store
-    return _open(replace(place, address=address, port=int(port)), timeout)
+        return process, store
+    return _open(replace(process, address=address, port=int(port)), timeout)
 
 
-def _open(place: Place, timeout: float) -> tuple[Place, TCPStore]:
+def _open(process: JobProcess, timeout: float) -> tuple[JobProcess, TCPStore]:
     """Listen as rank 0, at a free port if the port is 0; connect as any other rank."""
-    assert place.address is not None and place.port is not None
-    address, port, size = place.address, place.port, place.world_size
-    listens = place.rank == 0 and not place.agent_store
+    assert process.address is not None and process.port is not None
+    address, port, size = process.address, process.port, process.world_size
+    listens = process.rank == 0 and not process.agent_store
     wait = timedelta(seconds=timeout / CONNECTS)
     try:
         if not listens:
@@ -78,11 +78,11 @@ def _open(place: Place, timeout: float) -> tuple[Place, TCPStore]:
     except (OSError, UnicodeError, RuntimeError) as error:
         problem = "could not listen at" if listens else "did not reach rank 0 at"
         raise RuntimeError(
-            f"rank {place.rank} of {size} ({place.launcher}) {problem} {address}:{port} within "
+            f"rank {process.rank} of {size} ({process.launcher}) {problem} {address}:{port} within "
             f"{timeout:g} s: {_unknown_name(address) or error}"
         ) from error
     store.set_timeout(timedelta(seconds=timeout))
-    return replace(place, port=store.port), store
+    return replace(process, port=store.port), store
 
 
 def _await_port(address: str, port: int, timeout: float) -> None:
@@ -124,34 +124,35 @@ def _outward_address() -> str:
         return probe.getsockname()[0]
 
 
-def meet(store: Store, place: Place, timeout: float) -> tuple[Store, Place]:
-    """Wait for all ranks. Returns the part of the store for this group, and the completed place.
+def meet(store: Store, process: JobProcess, timeout: float) -> tuple[Store, JobProcess]:
+    """Wait for all ranks. Returns the part of the store for this group, and the process, completed.
 
     Keys of an earlier attempt under torchrun, or of a group that was closed, are never taken for
     those of this one. torchrun's own count of restarts may differ between hosts: it counts only
-    failures of the host's own ranks. The place gets the largest, or the starts that rank 0 counts.
+    failures of the host's own ranks. The largest is taken, or the starts that rank 0 counts.
 
     Raises:
         RuntimeError: if ranks do not join within the timeout, naming them.
-        ValueError: on all ranks, if their places have different world sizes.
+        ValueError: on all ranks, if their world sizes differ.
     """
-    keys = [f"host of {rank}" for rank in range(place.world_size)]
-    me = f"rank {place.rank} of {place.world_size} ({place.launcher})"
+    keys = [f"host of {rank}" for rank in range(process.world_size)]
+    me = f"rank {process.rank} of {process.world_size} ({process.launcher})"
     store = PrefixStore("wallfacer", store)
-    join = _call_ranks if place.rank == 0 else _join_rank_0
+    join = _call_ranks if process.rank == 0 else _join_rank_0
     try:
-        store = in_time(lambda: join(store, place, keys, timeout), timeout + GRACE_S)
+        store = in_time(lambda: join(store, process, keys, timeout), timeout + GRACE_S)
     except dist.DistStoreError as error:
         late = _late_ranks(store, keys)
-        hint = "; in a batch script, start python through srun" if place.launcher == "slurm" else ""
+        on_slurm = process.launcher == "slurm"
+        hint = "; in a batch script, start python through srun" if on_slurm else ""
         raise RuntimeError(
-            f"{me} waited {timeout:g} s at {place.address}:{place.port}: ranks {late} did not "
+            f"{me} waited {timeout:g} s at {process.address}:{process.port}: ranks {late} did not "
             f"come{hint}"
         ) from error
     except RuntimeError as error:
         raise RuntimeError(
             f"{me} waited for all ranks, and rank 0, which holds the store at "
-            f"{place.address}:{place.port}, has ended: {error}"
+            f"{process.address}:{process.port}, has ended: {error}"
         ) from error
     restart, smallest, largest = map(int, store.get(MET).decode().split()[:3])
     if smallest != largest:
@@ -159,10 +160,10 @@ def meet(store: Store, place: Place, timeout: float) -> tuple[Store, Place]:
             f"{me}: other ranks have another WORLD_SIZE, it is {smallest} to {largest}: set the "
             "same on all ranks"
         )
-    place = replace(place, restart=restart)
-    if place.local_rank is None or place.local_size is None:  # reads P keys on each of P ranks
-        place = with_local(place, [store.get(key).decode().split(" ", 3)[3] for key in keys])
-    return store, place
+    process = replace(process, restart=restart)
+    if process.local_rank is None or process.local_size is None:  # reads P keys on each of P ranks
+        process = with_local(process, [store.get(key).decode().split(" ", 3)[3] for key in keys])
+    return store, process
 
 
 def _late_ranks(store: Store, keys: list[str]) -> list[int]:
@@ -178,18 +179,18 @@ def _part(store: Store, attempt: str) -> Store:
     return PrefixStore(f"attempt {attempt}", store)
 
 
-def _arrival(place: Place, process: str, restart: int) -> str:
-    """What a process writes as its rank's key: its name and restart, the job's size, its host."""
-    return f"{process} {restart} {place.world_size} {socket.gethostname()}"
+def _arrival(process: JobProcess, name: str, restart: int) -> str:
+    """What a process writes as its rank's key: its name, its restart, the job's size, its host."""
+    return f"{name} {restart} {process.world_size} {socket.gethostname()}"
 
 
-def _call_ranks(store: Store, place: Place, keys: list[str], timeout: float) -> Store:
+def _call_ranks(store: Store, process: JobProcess, keys: list[str], timeout: float) -> Store:
     """As rank 0: name a new attempt, and confirm the processes that come to it."""
     attempt = uuid4().hex
     part = _part(store, attempt)
     is_first = store.add(f"meetings of {socket.gethostname()} {os.getpid()}", 1) == 1
     starts = store.add("starts", int(is_first))  # of rank 0 under this agent of torchrun
-    part.set(keys[0], _arrival(place, attempt, max(place.restart, starts - 1)))
+    part.set(keys[0], _arrival(process, attempt, max(process.restart, starts - 1)))
     store.set(ATTEMPT, attempt)
     part.wait(keys, timedelta(seconds=timeout))
     came = [part.get(key).decode().split(" ", 3) for key in keys]
@@ -198,19 +199,19 @@ def _call_ranks(store: Store, place: Place, keys: list[str], timeout: float) -> 
     return part
 
 
-def _join_rank_0(store: Store, place: Place, keys: list[str], timeout: float) -> Store:
+def _join_rank_0(store: Store, process: JobProcess, keys: list[str], timeout: float) -> Store:
     """As another rank: come to rank 0's attempt, until one has confirmed this very process.
 
     The name found first may be left from an attempt that has ended.
     """
-    process, end = uuid4().hex, time.monotonic() + timeout
+    name, end = uuid4().hex, time.monotonic() + timeout
     store.wait([ATTEMPT], timedelta(seconds=timeout))
     while True:
         part = _part(store, store.get(ATTEMPT).decode())
-        part.set(keys[place.rank], _arrival(place, process, place.restart))
+        part.set(keys[process.rank], _arrival(process, name, process.restart))
         try:
             part.wait([MET], timedelta(seconds=LOOK_S))
-            if process in part.get(MET).decode().split():
+            if name in part.get(MET).decode().split():
                 return part
             time.sleep(LOOK_S)
         except dist.DistStoreError:
@@ -219,22 +220,22 @@ def _join_rank_0(store: Store, place: Place, keys: list[str], timeout: float) ->
             raise dist.DistStoreError("rank 0 did not confirm this process")
 
 
-def with_local(place: Place, hosts: Sequence[str]) -> Place:
-    """The place with local rank and size; if no variable gives them, they are counted by host.
+def with_local(process: JobProcess, hosts: Sequence[str]) -> JobProcess:
+    """The process with local rank and size; if no variable gives them, they are counted by host.
 
     Args:
         hosts: the host name of every rank, by rank.
     """
-    ranks_on_host = [rank for rank, host in enumerate(hosts) if host == hosts[place.rank]]
-    local_rank, local_size = place.local_rank, place.local_size
+    ranks_on_host = [rank for rank, host in enumerate(hosts) if host == hosts[process.rank]]
+    local_rank, local_size = process.local_rank, process.local_size
     if local_rank is None:
-        local_rank = ranks_on_host.index(place.rank)
+        local_rank = ranks_on_host.index(process.rank)
     if local_size is None:
         local_size = len(ranks_on_host)
-    return replace(place, local_rank=local_rank, local_size=local_size)
+    return replace(process, local_rank=local_rank, local_size=local_size)
 
 
-def take_gpu(store: Store, place: Place) -> torch.device:
+def take_gpu(store: Store, process: JobProcess) -> torch.device:
     """Make one GPU of this host the current device, a different one for each rank.
 
     It is the GPU with the number of the local rank, or the only visible GPU if the launcher shows
@@ -243,7 +244,7 @@ def take_gpu(store: Store, place: Place) -> torch.device:
     Raises:
         ValueError: if a rank has no GPU, or on all ranks of the host if some ranks share one.
     """
-    count, local_rank = torch.cuda.device_count(), place.local_rank
+    count, local_rank = torch.cuda.device_count(), process.local_rank
     index = 0 if count == 1 else local_rank
     if index is None or index >= count:
         raise ValueError(
@@ -254,7 +255,7 @@ def take_gpu(store: Store, place: Place) -> torch.device:
     gpu = getattr(torch.cuda.get_device_properties(index), "uuid", index)
     host = socket.gethostname()
     store.set(f"gpu of {host} {local_rank}", str(gpu))
-    local_ranks = range(place.local_size or 1) if count == 1 else ()  # who may share that GPU
+    local_ranks = range(process.local_size or 1) if count == 1 else ()  # who may share that GPU
     gpus = [store.get(f"gpu of {host} {rank}") for rank in local_ranks]
     sharing = [rank for rank, gpu in zip(local_ranks, gpus, strict=True) if gpus.count(gpu) > 1]
     if sharing:

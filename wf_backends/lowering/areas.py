@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wf_backends.lowering.tiles import Tile
-from wf_backends.schedule import FULL, Mask, Slice, size, span
+from wf_backends.schedule import FULL, Mask, Slice, range_length, size
 
 BACKWARD_FLOPS = 2.5  # five matrix products for the forward's two (FlashAttention-2)
 
@@ -47,7 +47,7 @@ def _keys_before(num_rows: int, num_keys: int, offset: float) -> int:
 def slice_area(slice_: Slice) -> int:
     """The number of (query, key) pairs that a slice lets through."""
     band = slice_.band.shift(slice_.k[0] - slice_.q[0])
-    return band_area(span(slice_.q), span(slice_.k), band.left, band.right)
+    return band_area(range_length(slice_.q), range_length(slice_.k), band.left, band.right)
 
 
 def mask_area(mask: Mask, seqlen: int) -> int:
@@ -55,7 +55,7 @@ def mask_area(mask: Mask, seqlen: int) -> int:
     if mask.slices is not None:
         return sum(map(slice_area, mask.slices))
     band = mask.band
-    lengths = map(span, mask.documents(seqlen))
+    lengths = map(range_length, mask.documents(seqlen))
     return sum(band_area(length, length, band.left, band.right) for length in lengths)
 
 

@@ -43,45 +43,45 @@ class _Derivation:
 
     def program(self, rank: int) -> RankProgram:
         """The program of a rank."""
-        stay_results = _Results()
-        steps = tuple(self._step(step, rank, stay_results) for step in range(self.reads.num_steps))
+        stay = _WrittenRows()
+        steps = tuple(self._step(step, rank, stay) for step in range(self.reads.num_steps))
         return RankProgram(
             rank=rank,
             queries_walk=self.reads.queries_walk,
             stay=self.gathering.stay(rank),
             walk=self.forwarding.gather(rank),
             steps=steps,
-            blank=stay_results.blank(self.reads.stay_rows(rank)),
+            blank=stay.blank(self.reads.stay_rows(rank)),
         )
 
-    def _step(self, step: int, rank: int, stay_results: _Results) -> Step:
+    def _step(self, step: int, rank: int, stay: _WrittenRows) -> Step:
         held = self.forwarding.held(step, rank)
-        walk_results = _Results()
-        rounds = tuple(self._rounds(step, rank, held, stay_results, walk_results))
-        return self.forwarding.step(step, rank, rounds, walk_results.blank(held))
+        walk = _WrittenRows()
+        rounds = tuple(self._rounds(step, rank, held, stay, walk))
+        return self.forwarding.step(step, rank, rounds, walk.blank(held))
 
     def _rounds(
-        self, step: int, rank: int, held: Ranges, stay_results: _Results, walk_results: _Results
+        self, step: int, rank: int, held: Ranges, stay: _WrittenRows, walk: _WrittenRows
     ) -> Iterator[Round]:
         """The rounds of a step. Each tile says whether it is the first on its rows and keys."""
         reads = self.reads
         buffers = reads.ordered(reads.stay_rows(rank), held)
-        row_results, key_results = reads.ordered(stay_results, walk_results)
+        rows_written, keys_written = reads.ordered(stay, walk)
         for rows, messages in self.gathering.rounds(step, rank):
             unmarked = make_tiles(*reads.ordered(rows, held), reads.mask, buffers) if held else ()
             marked = [
                 replace(
                     tile,
                     held=buffers,
-                    first_on_rows=row_results.add_tile(tile.rows),
-                    first_on_keys=key_results.add_tile(tile.keys),
+                    first_on_rows=rows_written.add_tile(tile.rows),
+                    first_on_keys=keys_written.add_tile(tile.keys),
                 )
                 for tile in unmarked
             ]
             yield replace(messages, tiles=tuple(marked))
 
 
-class _Results:
+class _WrittenRows:
     """Which rows of a buffer of results tiles have written so far."""
 
     def __init__(self) -> None:

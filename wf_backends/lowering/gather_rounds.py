@@ -88,7 +88,7 @@ class Delivery(NamedTuple):
     rows. On another host the last one of all its ranks, since their results are added up there."""
 
 
-class Move(NamedTuple):
+class ExchangePart(NamedTuple):
     """Rows (positions) that one rank sends to another in an exchange of a round."""
 
     round_index: int
@@ -118,15 +118,15 @@ class GatherRounds:
     def rounds(self, step: int, rank: int) -> Iterator[tuple[Ranges, Round]]:
         """(rows that are computed, messages) of every round of a step."""
         deliveries = self.deliveries(rank)
-        moves = [move for delivery in deliveries for move in self._moves(step, rank, delivery)]
-        if not moves:
+        parts = [part for delivery in deliveries for part in self._parts(step, rank, delivery)]
+        if not parts:
             yield self.rows(rank), Round(())
             return
         computed = self._computed_rows(step, rank)
-        num_rounds = max([*computed, *(move.round_index for move in moves)]) + 1
+        num_rounds = max([*computed, *(part.round_index for part in parts)]) + 1
         for index in range(num_rounds):
-            now = [move for move in moves if move.round_index == index]
-            exchanges = {move.exchange: self._exchange(rank, move.exchange, now) for move in now}
+            now = [part for part in parts if part.round_index == index]
+            exchanges = {part.exchange: self._exchange(rank, part.exchange, now) for part in now}
             yield computed.get(index, ()), Round((), **exchanges)
 
     def _host(self, rank: int) -> int:
@@ -198,16 +198,16 @@ class GatherRounds:
         others = [self.delivery(owner, host) for owner in self.shards[rank] if owner != rank]
         return own + [delivery for delivery in others if rank in delivery.needed]
 
-    def _moves(self, step: int, rank: int, delivery: Delivery) -> Iterator[Move]:
+    def _parts(self, step: int, rank: int, delivery: Delivery) -> Iterator[ExchangePart]:
         """What a rank sends and receives of an owner's rows, and of results for them."""
         owner, fetched = delivery.owner, delivery.fetched
         rounds = delivery.rounds[min(step, 1)]
         for reader in delivery.needed if rank == owner else [rank]:
             rows = fetched[reader]
             if rows and step == 0:
-                yield Move(rounds.fetched, "fetch", owner, reader, rows)
+                yield ExchangePart(rounds.fetched, "fetch", owner, reader, rows)
             if rows and step == delivery.last_step[reader]:
-                yield Move(rounds.reduce, "reduce", reader, owner, rows)
+                yield ExchangePart(rounds.reduce, "reduce", reader, owner, rows)
         if rank == owner or delivery.is_near:
             return
         others = [reader for reader in delivery.needed if reader != rank]
@@ -215,9 +215,9 @@ class GatherRounds:
         for fetcher, reader in pairs:
             rows = intersect(fetched[fetcher], delivery.needed[reader])
             if rows and step == 0:
-                yield Move(rounds.fetched, "pass_on", fetcher, reader, rows)
+                yield ExchangePart(rounds.fetched, "pass_on", fetcher, reader, rows)
             if rows and step == delivery.last_step[fetcher]:
-                yield Move(rounds.passed, "pass_back", reader, fetcher, rows)
+                yield ExchangePart(rounds.passed, "pass_back", reader, fetcher, rows)
 
     def _computed_rows(self, step: int, rank: int) -> dict[int, Ranges]:
         """Round index -> the rows that are computed in the round."""
@@ -235,12 +235,12 @@ class GatherRounds:
         computed[self._rounds_of_bundle(step == 0, self._host(rank)).rest] = rest
         return computed
 
-    def _exchange(self, rank: int, name: str, moves: list[Move]) -> Exchange:
+    def _exchange(self, rank: int, name: str, parts: list[ExchangePart]) -> Exchange:
         """An exchange of a round: all rows that go to a peer together, or come from it."""
         own, held = self.layout[rank], self.rows(rank)
-        moves = [move for move in moves if move.exchange == name]
-        sends = [(move.receiver, move.rows) for move in moves if move.sender == rank]
-        receives = [(move.sender, move.rows) for move in moves if move.receiver == rank]
+        parts = [part for part in parts if part.exchange == name]
+        sends = [(part.receiver, part.rows) for part in parts if part.sender == rank]
+        receives = [(part.sender, part.rows) for part in parts if part.receiver == rank]
         return Exchange(
             _joined_parcels(sends, own if name == "fetch" else held),
             _joined_parcels(receives, own if name == "reduce" else held),

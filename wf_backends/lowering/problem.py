@@ -98,13 +98,13 @@ def nearest_first(schedule: Schedule, mask: Mask) -> Schedule:
     if mask.band.edges < 2 or steps < 3 or schedule.has_laps:
         return schedule
 
-    def move(hops: int) -> tuple[int, ...]:
+    def after(hops: int) -> tuple[int, ...]:
         return tuple(schedule.holder(hops, rank) for rank in ranks)
 
-    if move(steps) != tuple(ranks):  # walkers would not be back at their origin
+    if after(steps) != tuple(ranks):  # walkers would not be back at their origin
         return schedule
     ahead = steps // 2
     behind = steps - ahead - 1
-    jump, opposite_hop = move(behind), move(steps - 1)
+    jump, opposite_hop = after(behind), after(steps - 1)
     hops = (schedule.hops[0],) * ahead + (jump,) + (opposite_hop,) * (behind - 1)
     return Schedule(schedule.q, schedule.kv, hops)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from wf_backends.lowering.tiles import Tile
-from wf_backends.schedule import Ranges, locate, locate_each, size, span
+from wf_backends.schedule import Ranges, locate, locate_each, range_length, size
 
 OWN_MESSAGE_ROWS = 256
 """Least length of a range of positions that is sent as a message of its own. Such a range is
@@ -39,7 +39,7 @@ def parcels(peer: int, rows: Ranges, held: Ranges, whole: bool = False) -> Parce
     Args:
         held: positions in this rank's buffer. whole: put all rows into one parcel.
     """
-    if not whole and len(rows) > 1 and min(map(span, rows)) >= OWN_MESSAGE_ROWS:
+    if not whole and len(rows) > 1 and min(map(range_length, rows)) >= OWN_MESSAGE_ROWS:
         return tuple(Parcel(peer, (piece,)) for piece in locate_each(rows, held))
     return (Parcel(peer, locate(rows, held)),) if rows else ()
 

@@ -22,7 +22,7 @@ from wf_backends.schedule import (
     intersect,
     join,
     locate,
-    span,
+    range_length,
     subtract,
 )
 
@@ -129,7 +129,7 @@ def _tiles_of_part(rows: Ranges, keys: Ranges, band: Band, held: Buffers) -> Ite
     """
     both = intersect(rows, keys) if band == CAUSAL else ()
     both_rows, both_keys = (locate(both, buffer) for buffer in held)
-    is_short = max(map(span, both), default=0) <= SHORT_RANGE_ROWS
+    is_short = max(map(range_length, both), default=0) <= SHORT_RANGE_ROWS
     needs_no_copy = len(both_rows) == len(both_keys) == 1
     if len(both) < 2 or not (is_short or needs_no_copy):
         yield from _join_full_tiles(_tiles_of_pairs(rows, keys, band, held))
@@ -149,7 +149,7 @@ def _tiles_of_pairs(rows: Ranges, keys: Ranges, band: Band, held: Buffers) -> li
             if pair := _trimmed_pair(row_range, key_range, band):
                 (first_row, _), (first_key, _) = pair
                 bounds = band.shift(first_key - first_row)
-                num_rows, num_keys = map(span, pair)
+                num_rows, num_keys = map(range_length, pair)
                 trimmed = Band(_loosen(bounds.left, num_rows), _loosen(bounds.right, num_keys))
                 pair_tiles.append(Tile(locate(pair[:1], q), locate(pair[1:], kv), trimmed))
     return pair_tiles

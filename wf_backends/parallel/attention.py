@@ -22,7 +22,7 @@ from wf_backends.comm import ConsistencyCheck, Pass, gather_small
 from wf_backends.kernels import Dropout, KernelSpec, Scores
 from wf_backends.parallel.planned_calls import PlannedCalls
 from wf_backends.parallel.softmax import Softmax, make_softmax, plain_softmax
-from wf_backends.runtime import Attention, Call, HeadGroup, Learned, UlyssesAttention
+from wf_backends.runtime import AttentionCall, HeadGroup, Learned, RouteAttention, UlyssesAttention
 from wf_backends.schedule import Mask, make_mask
 
 INSTEAD_OF_TRANSFORMS = (
@@ -148,7 +148,7 @@ class DistributedAttention(PlannedCalls):
         softmax: Softmax,
         seqlen: int | None,
         layer: str | None = None,
-    ) -> tuple[Call, HeadGroup]:
+    ) -> tuple[AttentionCall, HeadGroup]:
         """Check that all ranks make the same call, and return what it runs: (call, head group).
 
         The scores are for all heads; under Ulysses the kernel is for this rank's heads.
@@ -203,10 +203,12 @@ def _has_backward(*inputs: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, call: Call, group: HeadGroup, learned: Learned) -> Tensor:
+def run(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, group: HeadGroup, learned: Learned
+) -> Tensor:
     """softmax(scores + mask) v for this rank's rows: the call's programs, inside its exchanges."""
     if group.comm.size == 1:
-        return Attention.apply(q, k, v, call, *learned)
+        return RouteAttention.apply(q, k, v, call, *learned)
     return UlyssesAttention.apply(q, k, v, call, group, *learned)
 
 

@@ -21,8 +21,8 @@ from wf_backends.parallel.sequence_parallel import SequenceParallel
 from wf_backends.runtime import (
     HeadExchange,
     heads_for_tokens,
+    linear_map,
     make_head_exchange,
-    move,
     tokens_for_heads,
 )
 from wf_backends.schedule import make_layout
@@ -69,7 +69,7 @@ class ChannelExchange:
         if self.sp.size == 1:
             return x
         all_reduce = partial(sum_on_all_ranks, self.sp.comm)
-        return move(x, all_reduce, all_reduce, "channels sum")
+        return linear_map(x, all_reduce, all_reduce, "channels sum")
 
     def _exchange(self, seqlen: int, cu_seqlens: Borders) -> HeadExchange:
         size = self.sp.size

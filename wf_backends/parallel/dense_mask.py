@@ -18,9 +18,9 @@ from wf_backends.schedule import Range
 
 HIDDEN = -1e4
 """Additive masks hide a key by this value or less; values between it and 0 are a bias."""
-Steps = tuple[int, int]
+Slopes = tuple[int, int]
 """From one query to the next: by how much the (start, stop) of its range of keys increases."""
-TYPES: Mapping[Steps | None, str] = MappingProxyType(
+TYPES: Mapping[Slopes | None, str] = MappingProxyType(
     {
         None: "full",  # one query
         (0, 0): "full",
@@ -31,21 +31,21 @@ TYPES: Mapping[Steps | None, str] = MappingProxyType(
 )
 
 
-class _Run(NamedTuple):
-    """Consecutive queries start to stop that make one slice; with the key ranges of its ends."""
+class _GrowingSlice(NamedTuple):
+    """A slice of the consecutive queries start to stop, with the key ranges of both ends."""
 
     start: int
     stop: int
     first_keys: Range
     last_keys: Range
-    steps: Steps | None = None  # None for a single query
+    slopes: Slopes | None = None  # None for a single query
 
-    def extended(self, keys: Range) -> _Run | None:
-        """The run with one more query, which sees `keys`; None if that is not one slice."""
-        steps = keys[0] - self.last_keys[0], keys[1] - self.last_keys[1]
-        if steps not in TYPES or self.steps not in (None, steps):
+    def extended(self, keys: Range) -> _GrowingSlice | None:
+        """The slice with one more query, which sees `keys`; None if that is not one slice."""
+        slopes = keys[0] - self.last_keys[0], keys[1] - self.last_keys[1]
+        if slopes not in TYPES or self.slopes not in (None, slopes):
             return None
-        return _Run(self.start, self.stop + 1, self.first_keys, keys, steps)
+        return _GrowingSlice(self.start, self.stop + 1, self.first_keys, keys, slopes)
 
 
 def slices_of_mask(mask: Tensor) -> SliceArguments:
@@ -73,13 +73,13 @@ def slices_of_mask(mask: Tensor) -> SliceArguments:
             f"mask {tuple(mask.shape)} differs between samples or heads, and slices hold for all: "
             "take a batch of one sample"
         )
-    runs = _runs(_key_ranges(visible[0].cpu()))
-    if not runs:
+    slices = _slices(_key_ranges(visible[0].cpu()))
+    if not slices:
         raise ValueError(f"mask {tuple(mask.shape)} lets no query see a key")
     return {
-        "q_ranges": [(run.start, run.stop) for run in runs],
-        "k_ranges": [(run.first_keys[0], run.last_keys[1]) for run in runs],
-        "attn_mask_types": [TYPES[run.steps] for run in runs],
+        "q_ranges": [(slice_.start, slice_.stop) for slice_ in slices],
+        "k_ranges": [(slice_.first_keys[0], slice_.last_keys[1]) for slice_ in slices],
+        "attn_mask_types": [TYPES[slice_.slopes] for slice_ in slices],
     }
 
 
@@ -94,21 +94,21 @@ def _key_ranges(visible: Tensor) -> list[list[Range]]:
     return ranges
 
 
-def _runs(key_ranges: Sequence[Sequence[Range]]) -> list[_Run]:
-    """The longest runs of queries, found query by query; key_ranges as by `_key_ranges`.
+def _slices(key_ranges: Sequence[Sequence[Range]]) -> list[_GrowingSlice]:
+    """The slices with the most queries, found query by query; key_ranges as by `_key_ranges`.
 
-    A query extends the last one's runs, range by range, if both have equally many ranges.
+    A query extends the last one's slices, range by range, if both have equally many ranges.
     """
-    finished, current = list[_Run](), list[_Run]()
+    finished, current = list[_GrowingSlice](), list[_GrowingSlice]()
     for query, ranges in enumerate(key_ranges):
         if len(current) != len(ranges):
             finished += current
             current = []
-        runs: list[_Run] = []
-        for run, keys in zip_longest(current, ranges):
-            extended = run.extended(keys) if run else None
-            if run and not extended:
-                finished.append(run)
-            runs.append(extended or _Run(query, query + 1, keys, keys))
-        current = runs
+        slices: list[_GrowingSlice] = []
+        for slice_, keys in zip_longest(current, ranges):
+            extended = slice_.extended(keys) if slice_ else None
+            if slice_ and not extended:
+                finished.append(slice_)
+            slices.append(extended or _GrowingSlice(query, query + 1, keys, keys))
+        current = slices
     return finished + current

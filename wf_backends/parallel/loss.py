@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from wf_backends.parallel.data import IGNORE_INDEX
 from wf_backends.runtime import first_order_only
 
-CHUNK_ELEMENTS = 1 << 24  # logits that are upcast at a time: 64 MiB in float32
+MAX_UPCAST_LOGITS = 1 << 24  # at a time: 64 MiB in float32
 
 
 def token_loss(
@@ -22,7 +22,7 @@ def token_loss(
 
     With num_valid counted over all ranks, the sum over the ranks is the mean loss of one device,
     for any number of valid tokens on each rank; a rank without valid tokens has loss 0 and zero
-    gradients. Logits are upcast in chunks of tokens, in the forward and again in the backward.
+    gradients. Logits are upcast some tokens at a time, in the forward and again in the backward.
 
     Args:
         logits: (..., vocab), any float dtype.
@@ -58,7 +58,7 @@ def at_least_one(num_valid: Tensor | int) -> Tensor | int:
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """The sum of the cross entropies of logits (n, v) and labels (n,), in chunks of rows."""
+    """The sum of the cross entropies of logits (n, v) and labels (n,), some rows at a time."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -66,7 +66,7 @@ class _CrossEntropySum(torch.autograd.Function):
         ctx.ignore_index = ignore_index
         total = logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
         options = {"ignore_index": ignore_index, "reduction": "sum"}
-        for rows in _chunks(logits):
+        for rows in _row_slices(logits):
             total += cross_entropy(logits[rows].to(total.dtype), labels[rows], **options)
         return total
 
@@ -76,17 +76,18 @@ class _CrossEntropySum(torch.autograd.Function):
         """dlogits = grad * (softmax(logits) - one_hot(labels)), 0 in ignored rows."""
         logits, labels = ctx.saved_tensors
         dlogits = torch.empty_like(logits)
-        for rows in _chunks(logits):
+        for rows in _row_slices(logits):
             label = labels[rows, None]
             ignored = label == ctx.ignore_index
-            chunk = logits[rows].softmax(-1, dtype=grad.dtype)
-            chunk.scatter_add_(1, label.masked_fill(ignored, 0), -torch.ones_like(chunk[:, :1]))
-            dlogits[rows] = chunk.mul_(grad).masked_fill_(ignored, 0)
-            del chunk  # before the next chunk is allocated
+            probabilities = logits[rows].softmax(-1, dtype=grad.dtype)
+            ones = torch.ones_like(probabilities[:, :1])
+            probabilities.scatter_add_(1, label.masked_fill(ignored, 0), -ones)
+            dlogits[rows] = probabilities.mul_(grad).masked_fill_(ignored, 0)
+            del probabilities  # before the next ones are allocated
         return dlogits, None, None
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
+def _row_slices(logits: Tensor) -> Iterator[slice]:
     """Ranges of rows of logits (n, v) that are upcast at a time."""
-    step = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    step = max(1, MAX_UPCAST_LOGITS // logits.shape[1])
     return (slice(start, start + step) for start in range(0, len(logits), step))

@@ -19,9 +19,9 @@ from wf_backends.config import LSS, SequenceParallelConfig
 from wf_backends.kernels import KernelSpec, Scores, select
 from wf_backends.lowering import ACTIVATION, Problem, Shape, UlyssesGroups, lower
 from wf_backends.parallel.choose import named_choice, request_of
-from wf_backends.parallel.softmax import Options
+from wf_backends.parallel.softmax import ComparedOptions
 from wf_backends.planner import Choice, Plan, Request, plan_for, reason
-from wf_backends.runtime import Call, HeadGroup, accumulator_dtype, make_head_exchange
+from wf_backends.runtime import AttentionCall, HeadGroup, accumulator_dtype, make_head_exchange
 from wf_backends.schedule import LAYOUTS, Layout, Mask, check, layout_of
 
 
@@ -44,7 +44,7 @@ class PlannedCalls:
         self._planned = lru_cache(maxsize=64)(self._make_call)
 
     def _make_compared(
-        self, spec: KernelSpec, batch: int, mask: Mask, options: Options, seqlen: int | None
+        self, spec: KernelSpec, batch: int, mask: Mask, options: ComparedOptions, seqlen: int | None
     ) -> tuple[dict[str, int], dict[str, object]]:
         """What must be equal on all ranks, by name: integers to compare, and values for errors."""
         topology = self.topology.known
@@ -72,7 +72,7 @@ class PlannedCalls:
         spec: KernelSpec,
         batch: int,
         latent_dim: int,
-    ) -> tuple[Call, HeadGroup]:
+    ) -> tuple[AttentionCall, HeadGroup]:
         """The call without its scores, which `DistributedAttention.call` sets; and its head group.
 
         Args:
@@ -107,7 +107,7 @@ class PlannedCalls:
         programs = lower(forward, group), lower(backward, group)
         route = self.comm.view(groups.route(member))
         head_group = HeadGroup(self.comm.view(ranks), queries, keys)
-        call = Call(*programs, route, kernel, Scores(1.0), keep, self._narrow_partials)
+        call = AttentionCall(*programs, route, kernel, Scores(1.0), keep, self._narrow_partials)
         return call, head_group
 
     def _choose(

@@ -16,7 +16,7 @@ from wf_backends._compile import eager
 from wf_backends._validation import MAX_TOKENS, positive
 from wf_backends.comm import Communicator, ConsistencyCheck, fingerprint
 from wf_backends.config import SequenceParallelConfig
-from wf_backends.runtime import dimension, gather_shards, move, positions, take_shard
+from wf_backends.runtime import dimension, gather_shards, linear_map, positions, take_shard
 from wf_backends.schedule import Layout, layout_of, make_layout, make_mask
 
 
@@ -67,7 +67,7 @@ class Sharding:
         layout = self._layout(x.shape[dim], cu_seqlens, slices)
         take = partial(take_shard, self.comm, layout, dim)
         gather = partial(gather_shards, self.comm, layout, dim)
-        return move(x, take, gather, "shard")
+        return linear_map(x, take, gather, "shard")
 
     @eager
     def unshard(
@@ -102,7 +102,7 @@ class Sharding:
         layout = layout_of(self.config.layout, lengths["rows"], mask, f"dim {dim} of x")
         gather = partial(gather_shards, self.comm, layout, dim)
         take = partial(take_shard, self.comm, layout, dim)
-        return move(x, gather, take, "unshard")
+        return linear_map(x, gather, take, "unshard")
 
     def positions(
         self,

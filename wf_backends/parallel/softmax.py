@@ -18,7 +18,7 @@ from wf_backends._validation import is_real
 from wf_backends.kernels import Dropout, Scores
 from wf_backends.runtime import Learned
 
-Options = tuple[tuple[str, object], ...]
+ComparedOptions = tuple[tuple[str, object], ...]
 """(name in errors, value) of what must be the same on all ranks; hashable."""
 
 
@@ -28,7 +28,7 @@ class Softmax:
 
     scores: Scores
     learned: Learned
-    options: Options
+    options: ComparedOptions
 
 
 @lru_cache(maxsize=64)

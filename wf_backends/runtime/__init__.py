@@ -1,14 +1,14 @@
 """Running a rank's program, forward and backward; heads for tokens."""
 
 from wf_backends.runtime.attention import (
-    Attention,
+    AttentionCall,
     BackwardTiles,
-    Call,
     ForwardTiles,
+    RouteAttention,
     accumulator_dtype,
     fuse,
 )
-from wf_backends.runtime.autograd import first_order_only, move
+from wf_backends.runtime.autograd import first_order_only, linear_map
 from wf_backends.runtime.learned import Learned, with_sinks
 from wf_backends.runtime.messages import Messages
 from wf_backends.runtime.shards import dimension, gather_shards, positions, take_shard
@@ -24,9 +24,9 @@ from wf_backends.runtime.ulysses import (
 from wf_backends.runtime.ulysses_pipeline import UlyssesAttention
 
 __all__ = [
-    "Attention",
+    "RouteAttention",
     "BackwardTiles",
-    "Call",
+    "AttentionCall",
     "ForwardTiles",
     "HeadExchange",
     "HeadGroup",
@@ -42,7 +42,7 @@ __all__ = [
     "gather_shards",
     "heads_for_tokens",
     "make_head_exchange",
-    "move",
+    "linear_map",
     "positions",
     "take_shard",
     "tokens_for_heads",

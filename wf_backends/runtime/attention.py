@@ -23,13 +23,13 @@ from wf_backends.runtime.autograd import below_autograd, first_order_only
 from wf_backends.runtime.latents import LatentKernel
 from wf_backends.runtime.learned import Learned, sinks_grad, with_sinks
 from wf_backends.runtime.messages import Accumulators, Combine, Tensors, add, copy, pack, scatter
-from wf_backends.runtime.runner import Side, run
+from wf_backends.runtime.runner import PassInput, run
 from wf_backends.runtime.shards import positions
 from wf_backends.runtime.surrogate_out import SurrogateOut
 from wf_backends.schedule import Range, Ranges
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """Everything about one attention call that is not a tensor."""
 
     forward: RankProgram
@@ -44,12 +44,12 @@ class Call(NamedTuple):
     """Whether partial results (out, dq, dk, dv) are sent in q's dtype."""
     forward_pass: Pass = NO_PASS
 
-    def of_heads(self, heads: Range) -> Call:
+    def of_heads(self, heads: Range) -> AttentionCall:
         """The call for a range of this call's query heads."""
         return self._replace(scores=self.scores.of_heads(heads))
 
 
-class Attention(torch.autograd.Function):
+class RouteAttention(torch.autograd.Function):
     """attention(q, k, v, call, *learned) of this rank's rows -> out (b, s, h, e).
 
     q (b, s, h, d), k (b, s, g, d), v (b, s, g, e), or k and v as `LatentKernel` takes them; learned
@@ -62,7 +62,7 @@ class Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        call: Call,
+        call: AttentionCall,
         *learned: Tensor | None,
     ) -> Tensor:
         q = dense(q)
@@ -75,7 +75,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
+        call: AttentionCall = ctx.call
         call.comm.enter(call.forward_pass.backward())
         saved, n = ctx.saved_tensors, ctx.num_learned
         with below_autograd():
@@ -83,7 +83,7 @@ class Attention(torch.autograd.Function):
         return (*grads, None, *learned_grads[:n])
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Learned) -> Tensors:
+def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, learned: Learned) -> Tensors:
     """The forward: (out (b, s, h, e) in q's dtype, lse (s, b, h) in the accumulators', *gathered).
 
     `call.keep` says which of the gathered queries and [K|V] are returned.
@@ -101,7 +101,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Learned) -> Ten
         (shape, shape[:-1]), (0.0, -inf), dtype, q.device, _merge, message_dtypes
     )
     no_results = Accumulators((), (), dtype, q.device, copy)
-    sides = Side((queries,), out_lse), Side((kv,), no_results)
+    sides = PassInput((queries,), out_lse), PassInput((kv,), no_results)
     tiles = ForwardTiles(kernel, scores, k.shape[3])
     results = run(call.forward, call.comm, "forward", tiles, *sides)
     out, lse = results[0].shard_results
@@ -112,7 +112,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Learned) -> Ten
 
 
 def differentiate(
-    saved: Sequence[Tensor], dout: Tensor, call: Call, learned: Learned
+    saved: Sequence[Tensor], dout: Tensor, call: AttentionCall, learned: Learned
 ) -> tuple[Tensor, Tensor, Tensor, Learned]:
     """The backward: (dq, dk, dv, gradients of `learned`); each as its tensor, in its dtype.
 
@@ -129,8 +129,8 @@ def differentiate(
     dtype, message_dtypes = accumulator_dtype(q.dtype), (q.dtype,) if call.narrow else None
     sums = (0.0,), dtype, q.device, add, message_dtypes
     sides = (
-        Side(queries, Accumulators((queries[0].shape[1:],), *sums), kept_q),
-        Side(keys, Accumulators((keys[0].shape[1:],), *sums), kept_kv),
+        PassInput(queries, Accumulators((queries[0].shape[1:],), *sums), kept_q),
+        PassInput(keys, Accumulators((keys[0].shape[1:],), *sums), kept_kv),
     )
     scores = _with_learned_bias(call.scores, learned)
     latent_kernel = None if learned.up is None else LatentKernel(call.kernel, learned.up)

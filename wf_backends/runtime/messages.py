@@ -31,8 +31,8 @@ Tensors = tuple[Tensor, ...]
 Dtypes = tuple[torch.dtype, ...]
 Combine = Callable[[Iterable[Tensor], Iterable[Tensor]], None]
 """combine(targets, values): fold each value into its target of the same rows, in place."""
-Place = Callable[[Ranges, Tensors], None]
-"""place(rows, values): put the values of these rows, packed as in `pack`, into some buffers."""
+PutRows = Callable[[Ranges, Tensors], None]
+"""put(rows, values): put the values of these rows, packed as in `pack`, into some buffers."""
 
 
 def pack(buffer: Tensor, rows: Ranges) -> Tensor:
@@ -138,7 +138,7 @@ class Messages:
         self._sends: list[Message] = []
         self._recvs: list[Message] = []
         self.to_self: list[Tensors] = []  # the rows of parcels to this rank, until received
-        self._arrivals: list[tuple[Place, Ranges, Tensors]] = []
+        self._arrivals: list[tuple[PutRows, Ranges, Tensors]] = []
         self._pending: Pending | None = None
 
     def send(self, parcel: Parcel, buffers: Tensors, dtypes: Dtypes | None = None) -> None:
@@ -165,9 +165,9 @@ class Messages:
             self._recvs.append((peer, pack(buffer, rows)))
 
     def collect(
-        self, parcel: Parcel, templates: Tensors, place: Place, dtypes: Dtypes | None = None
+        self, parcel: Parcel, templates: Tensors, put: PutRows, dtypes: Dtypes | None = None
     ) -> None:
-        """Receive the parcel's rows into new tensors, and call `place` on them in `wait`.
+        """Receive the parcel's rows into new tensors, and call `put` on them in `wait`.
 
         Args:
             templates: tensors with the same row shapes.
@@ -179,7 +179,7 @@ class Messages:
             values = empty_rows(parcel.num_rows, templates, dtypes)
             for value in values:
                 self._recvs.append((parcel.peer, value))
-        self._arrivals.append((place, parcel.rows, values))
+        self._arrivals.append((put, parcel.rows, values))
 
     def post(self) -> Messages:
         """Start all sends and receives.
@@ -204,12 +204,12 @@ class Messages:
             self._pending.poll()
 
     def wait(self) -> None:
-        """Return when all rows are in their places."""
+        """Return when all rows have arrived and are in their buffers."""
         if self._pending is not None:
             with span("wait", self.label):
                 self._pending.wait()
             self._pending = None
             self._in_flight.remove(self)
-        for place, rows, values in self._arrivals:
-            place(rows, values)
+        for put, rows, values in self._arrivals:
+            put(rows, values)
         self._arrivals = []

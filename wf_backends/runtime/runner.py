@@ -15,7 +15,7 @@ from wf_backends.lowering import Exchange, Gather, RankProgram, Stay, Step, Tile
 from wf_backends.runtime.messages import (
     Accumulators,
     Messages,
-    Place,
+    PutRows,
     Tensors,
     Total,
     copy,
@@ -34,7 +34,7 @@ class ComputeTile(Protocol):
     ) -> None: ...
 
 
-class Side(NamedTuple):
+class PassInput(NamedTuple):
     """The input of a pass from one side: queries or keys."""
 
     shard: Tensors
@@ -45,7 +45,7 @@ class Side(NamedTuple):
     """The first of the gathered tensors, if an earlier pass kept them."""
 
 
-class Results(NamedTuple):
+class PassOutput(NamedTuple):
     """The output of a pass for one side."""
 
     shard_results: Tensors
@@ -59,9 +59,9 @@ def run(
     comm: Communicator,
     name: str,
     compute: ComputeTile,
-    queries: Side,
-    keys: Side,
-) -> tuple[Results, Results]:
+    queries: PassInput,
+    keys: PassInput,
+) -> tuple[PassOutput, PassOutput]:
     """Run a program on one rank, and return the results for queries and for keys.
 
     Args:
@@ -86,8 +86,8 @@ class _RunningPass:
         comm: Communicator,
         name: str,
         compute: ComputeTile,
-        stay: Side,
-        walk: Side,
+        stay: PassInput,
+        walk: PassInput,
     ) -> None:
         self.program, self.comm, self.name, self.compute_tile = program, comm, name, compute
         self.step_label = ""
@@ -178,7 +178,7 @@ class _RunningPass:
                     for messages in self.in_flight:
                         messages.poll()
 
-    def finish(self) -> tuple[Results, Results]:
+    def finish(self) -> tuple[PassOutput, PassOutput]:
         """The results of the side that stays and of walkers, when owners have all partial ones."""
         if self.walk_accumulators.shapes:
             last = self._messages("reduce")
@@ -192,8 +192,8 @@ class _RunningPass:
             messages.wait()
         for messages in list(self.in_flight):  # rows passed on in the last round
             messages.wait()
-        stay_results = Results(self.stay_total.buffers(), self.stay)
-        return stay_results, Results(self.walk_total.buffers(), self.gathered)
+        stay_results = PassOutput(self.stay_total.buffers(), self.stay)
+        return stay_results, PassOutput(self.walk_total.buffers(), self.gathered)
 
     def _messages(self, purpose: str) -> Messages:
         return Messages(self.comm, f"{self.name} {purpose}", self.in_flight)
@@ -242,15 +242,15 @@ class _RunningPass:
         for parcel in previous.reduce_in:
             messages.collect(parcel, leaving, self.walk_total.add, dtypes)
 
-    def _return(self, exchange: Exchange, place: Place) -> Messages | None:
-        """Send finished results towards the rows' owners; `place` takes the received ones."""
+    def _return(self, exchange: Exchange, put: PutRows) -> Messages | None:
+        """Send finished results towards the rows' owners; `put` takes the received ones."""
         if not (exchange.send or exchange.receive):
             return None
         messages, dtypes = self._messages("reduce"), self.stay_accumulators.message_dtypes
         for parcel in exchange.send:
             messages.send(parcel, self.stay_partial, dtypes)
         for parcel in exchange.receive:
-            messages.collect(parcel, self.stay_partial, place, dtypes)
+            messages.collect(parcel, self.stay_partial, put, dtypes)
         self.returning.append(messages.post())
         return messages
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wf_backends.comm import NO_PASS, Communicator, Pass
 from wf_backends.lowering import Parcels, parcels
-from wf_backends.runtime.autograd import move
+from wf_backends.runtime.autograd import linear_map
 from wf_backends.runtime.messages import Messages, add, copy, scatter
 from wf_backends.schedule import Range, Ranges, join, locate, size
 
@@ -137,14 +137,14 @@ def heads_for_tokens(x: Tensor, exchange: HeadExchange, comm: Communicator, labe
     """All heads of this rank's rows (b, s, h, d) -> its heads of the group's rows (b, n, h', d)."""
     forward = partial(_exchange, gather_rows, exchange, comm, NO_PASS)
     transpose = partial(_exchange, return_rows, exchange, comm, NO_PASS.backward())
-    return move(x, forward, transpose, label) if comm.size > 1 else x
+    return linear_map(x, forward, transpose, label) if comm.size > 1 else x
 
 
 def tokens_for_heads(x: Tensor, exchange: HeadExchange, comm: Communicator, label: str) -> Tensor:
     """This rank's heads of the group's rows (b, n, h', d) -> all heads of its rows (b, s, h, d)."""
     forward = partial(_exchange, return_rows, exchange, comm, NO_PASS)
     transpose = partial(_exchange, gather_rows, exchange, comm, NO_PASS.backward())
-    return move(x, forward, transpose, label) if comm.size > 1 else x
+    return linear_map(x, forward, transpose, label) if comm.size > 1 else x
 
 
 def _exchange(
@@ -191,7 +191,7 @@ def return_rows(
     for member, heads in enumerate(exchange.heads):
         for parcel in exchange.buffer_parcels(member):
             messages.send(parcel, (buffer,))
-        place = partial(scatter, (rows[:, :, slice(*heads)],), combine)
+        put = partial(scatter, (rows[:, :, slice(*heads)],), combine)
         for parcel in exchange.shard_parcels(me, member):
-            messages.collect(parcel, (buffer,), place)
+            messages.collect(parcel, (buffer,), put)
     return rows.transpose(0, 1)

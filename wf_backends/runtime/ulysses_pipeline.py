@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.runtime.attention import Call, attend, differentiate
+from wf_backends.runtime.attention import AttentionCall, attend, differentiate
 from wf_backends.runtime.autograd import below_autograd, first_order_only
 from wf_backends.runtime.learned import Learned
 from wf_backends.runtime.messages import Messages, Tensors
@@ -39,7 +39,7 @@ class UlyssesAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        call: Call,
+        call: AttentionCall,
         group: HeadGroup,
         *learned: Tensor | None,
     ) -> Tensor:
@@ -63,7 +63,7 @@ class UlyssesAttention(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
+        call: AttentionCall = ctx.call
         group: HeadGroup = ctx.group
         group.comm.enter(call.forward_pass.backward())
         all_saved = ctx.saved_tensors  # read once: under checkpointing a second read fails

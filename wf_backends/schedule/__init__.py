@@ -29,8 +29,8 @@ from wf_backends.schedule.ranges import (
     join,
     locate,
     locate_each,
+    range_length,
     size,
-    span,
     subtract,
     union,
 )
@@ -76,7 +76,7 @@ __all__ = [
     "render",
     "size",
     "slices_load",
-    "span",
+    "range_length",
     "strides",
     "subtract",
     "union",

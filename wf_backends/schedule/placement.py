@@ -86,7 +86,7 @@ def named_digits(route: Mapping[str, Any], n: int) -> dict[str, int]:
             return {"column": route["cols"], "row": route["rows"]}
         case "concentric":
             team = route["team_size"]
-            return {"block": team, "place": n // team**2, "member": team}
+            return {"block": team, "position": n // team**2, "member": team}
         case _:
             return {"rank": n}
 

@@ -34,7 +34,7 @@ def union(a: Ranges, b: Ranges) -> Ranges:
     return join((*a, *b)) if a else b
 
 
-def span(piece: Range) -> int:
+def range_length(piece: Range) -> int:
     """How many positions a range holds."""
     return piece[1] - piece[0]
 
@@ -97,11 +97,11 @@ def globalize(local: Ranges, held: Ranges) -> Ranges:
     positions: list[Range] = []
     for offset, held_range in zip(_offsets(held), held, strict=False):
         shift = held_range[0] - offset
-        slices = intersect(local, ((offset, offset + span(held_range)),))
+        slices = intersect(local, ((offset, offset + range_length(held_range)),))
         positions += [(start + shift, stop + shift) for start, stop in slices]
     return join(positions)
 
 
 def _offsets(held: Ranges) -> list[int]:
     """The row at which each range begins in a buffer of `held`, and the buffer's length."""
-    return list(accumulate(map(span, held), initial=0))
+    return list(accumulate(map(range_length, held), initial=0))

@@ -19,7 +19,7 @@ Hop = tuple[int, ...]  # rank r sends what it holds to rank hop[r]: a permutatio
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class EqualHops:
     """Consecutive equal hops, the first of them after step `first_step`."""
 
     first_step: int
@@ -58,30 +58,30 @@ class Schedule:
 
     def holder(self, step: int, origin: int) -> int:
         """The rank that holds at a step the keys that rank `origin` held at step 0."""
-        run = self._runs[bisect_right(self._run_starts, step) - 1]
-        return run.after(run.holders[origin], step - run.first_step)
+        equal = self._equal_hops[bisect_right(self._first_steps, step) - 1]
+        return equal.after(equal.holders[origin], step - equal.first_step)
 
     def origin(self, step: int, rank: int) -> int:
         """The rank that held at step 0 the keys that a rank holds at a step."""
-        run = self._runs[bisect_right(self._run_starts, step) - 1]
-        return run.origins[run.after(rank, run.first_step - step)]
+        equal = self._equal_hops[bisect_right(self._first_steps, step) - 1]
+        return equal.origins[equal.after(rank, equal.first_step - step)]
 
     @cached_property
-    def _runs(self) -> tuple[Run, ...]:
-        """The hops as a few runs: a table [step][rank] would be large with thousands of ranks."""
-        runs = list[Run]()
+    def _equal_hops(self) -> tuple[EqualHops, ...]:
+        """Not a table [step][rank], which would be large with thousands of ranks."""
+        groups = list[EqualHops]()
         step, holders = 0, tuple(range(self.num_ranks))
         for hop, equal_hops in groupby(self.hops or (holders,)):
-            run = Run(step, cycles(hop), holders, inverse(holders))
-            runs.append(run)
+            equal = EqualHops(step, cycles(hop), holders, inverse(holders))
+            groups.append(equal)
             count = len(tuple(equal_hops))
             step += count
-            holders = tuple(run.after(rank, count) for rank in holders)
-        return tuple(runs)
+            holders = tuple(equal.after(rank, count) for rank in holders)
+        return tuple(groups)
 
     @cached_property
-    def _run_starts(self) -> list[int]:
-        return [run.first_step for run in self._runs]
+    def _first_steps(self) -> list[int]:
+        return [equal.first_step for equal in self._equal_hops]
 
     def holdings(self) -> tuple[tuple[Shards, ...], ...]:
         """[step][rank] -> the key shards that the rank holds at the step."""
@@ -100,7 +100,7 @@ class Schedule:
     @property
     def has_laps(self) -> bool:
         """Whether hops differ, as in a double ring: laps of near ranks, and jumps between."""
-        return len(self._runs) > 1
+        return len(self._equal_hops) > 1
 
     def swapped(self) -> Schedule:
         """The same meetings at the same steps, but keys stay and queries walk.
