@@ -92,7 +92,7 @@ class FlashKernel(SplitKernel):
         """See Kernel.runs."""
         return "flash-attn 3" if has_flash_3() else "flash-attn 2"
 
-    def operators(self, q: Tensor, k: Tensor, scores: Scores, band: Band) -> Operators:
+    def operators(self, q: Tensor, k: Tensor, band: Band) -> Operators:
         """flash-attn 2 or 3, the same for every tile of a call; see SplitKernel.operators."""
         return self._operators
 

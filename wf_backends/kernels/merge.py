@@ -66,7 +66,7 @@ class SplitKernel(ABC):
     """
 
     @abstractmethod
-    def operators(self, q: Tensor, k: Tensor, scores: Scores, band: Band) -> Operators:
+    def operators(self, q: Tensor, k: Tensor, band: Band) -> Operators:
         """The operators for the tile of q (b, i, h, d) and k (b, j, g, d) under `band`."""
 
     def forward(
@@ -83,7 +83,7 @@ class SplitKernel(ABC):
             q, k, v = _pad_to_same_dim(q, k, v)
             out, lse = self.forward(q, k, v, scores, band)
             return out[..., :value_dim], lse
-        operators = self.operators(q, k, scores, band)
+        operators = self.operators(q, k, band)
         sub_tiles = operators.split(q.shape[1], k.shape[1], band)
         if len(sub_tiles) == 1:  # has all rows and keys
             return operators.forward(q, k, v, scores, sub_tiles[0].band)
@@ -115,7 +115,7 @@ class SplitKernel(ABC):
             padded = TileGrad(dout, padded_q, padded_k, padded_v, out, lse, delta)
             dq, dk, dv = self.backward(padded, scores, band)
             return dq[..., : q.shape[3]], dk[..., : k.shape[3]], dv[..., : v.shape[3]]
-        operators = self.operators(q, k, scores, band)
+        operators = self.operators(q, k, band)
         if not dout.dtype == out.dtype == q.dtype:
             tile = TileGrad(dout.to(q.dtype), q, k, v, out.to(q.dtype), lse, delta)
         sub_tiles = operators.split(q.shape[1], k.shape[1], band)

@@ -227,6 +227,6 @@ class SdpaKernel(SplitKernel):
             return "torch's memory-efficient operators"
         return f"torch's operators for full tiles: {full_tile_operators(spec)[1]}"
 
-    def operators(self, q: Tensor, k: Tensor, scores: Scores, band: Band) -> Operators:
+    def operators(self, q: Tensor, k: Tensor, band: Band) -> Operators:
         """See SplitKernel.operators."""
         return self._operators_for(q, k, band)

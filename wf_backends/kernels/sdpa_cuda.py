@@ -25,7 +25,7 @@ from torch import Tensor
 from wf_backends.kernels.merge import Operators
 from wf_backends.kernels.protocol import FLASH_DTYPES, Grads, TileGrad, torch_release
 from wf_backends.kernels.scores import Scores
-from wf_backends.kernels.tile_split import effective_band, flash_window, split_causal, split_window
+from wf_backends.kernels.tile_split import flash_window, split_causal, split_window
 from wf_backends.schedule import CAUSAL, FULL, Band
 
 # For both see docs/internals/kernels.md.
@@ -102,7 +102,7 @@ def cudnn_backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
 def _is_causal(q: Tensor, k: Tensor, band: Band) -> bool:
     """The operator's `is_causal`, which counts from the top left, for a full or causal tile."""
     rows, keys = q.shape[1], k.shape[1]
-    band = effective_band(rows, keys, band)
+    band = band.within(rows, keys)
     assert band in (FULL, CAUSAL), (rows, keys, band)
     return band == CAUSAL
 
@@ -172,7 +172,7 @@ def cudnn_needs(tile: CudaTile) -> Iterator[tuple[bool, str, str]]:
     yield tile.dtype in FLASH_DTYPES, "torch.bfloat16 or torch.float16", f"dtype {tile.dtype}"
     is_met = head_dim % 8 == 0 and head_dim <= 128
     yield is_met, "a head_dim that is a multiple of 8 up to 128", f"head_dim {head_dim}"
-    band = effective_band(rows, keys, tile.band)
+    band = tile.band.within(rows, keys)
     size = f"rows {rows}, keys {keys}, band {tile.band}"
     yield band.left == inf, "a tile without a bound on the left", size
     lengths = rows, keys, 0 if band.right == inf else band.right

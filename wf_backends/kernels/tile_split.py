@@ -48,13 +48,6 @@ def row_blocks(rows: int, keys: int, band: Band, max_rows: int) -> tuple[SubTile
     return tuple(sub_tile(block, keys, band) for block in blocks)
 
 
-def effective_band(rows: int, keys: int, band: Band) -> Band:
-    """`band` with inf for the bounds that hide no key in a tile of this size."""
-    left = inf if band.left >= rows - 1 else band.left
-    right = inf if band.right >= keys - 1 else band.right
-    return Band(left, right)
-
-
 @lru_cache(maxsize=1024)  # called for every tile
 def split_window(rows: int, keys: int, band: Band) -> tuple[SubTile, ...]:
     """A trimmed tile as one to three sub-tiles that flash-attn's window_size can express.
@@ -117,7 +110,7 @@ def split_causal(rows: int, keys: int, band: Band) -> tuple[SubTile, ...]:
     (`is_reversed`), or a short block of rows of a two-sided window, which needs a mask. Tiles
     with a bound on one side only need no mask; all tiles of causal attention are such tiles.
     """
-    effective = effective_band(rows, keys, band)
+    effective = band.within(rows, keys)
     left, right = effective.left, effective.right
     if left < inf and right < inf:
         return tuple(_split_two_sided(rows, keys, band))

@@ -14,7 +14,6 @@ from wf_backends.schedule import (
     CAUSAL,
     FULL,
     Band,
-    Bound,
     Mask,
     Range,
     Ranges,
@@ -148,9 +147,7 @@ def _tiles_of_pairs(rows: Ranges, keys: Ranges, band: Band, held: Buffers) -> li
         for key_range in keys:
             if pair := _trimmed_pair(row_range, key_range, band):
                 (first_row, _), (first_key, _) = pair
-                bounds = band.shift(first_key - first_row)
-                num_rows, num_keys = map(range_length, pair)
-                trimmed = Band(_loosen(bounds.left, num_rows), _loosen(bounds.right, num_keys))
+                trimmed = band.shift(first_key - first_row).within(*map(range_length, pair))
                 pair_tiles.append(Tile(locate(pair[:1], q), locate(pair[1:], kv), trimmed))
     return pair_tiles
 
@@ -163,11 +160,6 @@ def _trimmed_pair(rows: Range, keys: Range, band: Band) -> tuple[Range, Range] |
     first, stop = max(rows[0], keys[0] - right), min(rows[1], keys[1] + left)
     begin, end = max(keys[0], first - left), min(keys[1], stop + right)
     return ((int(first), int(stop)), (int(begin), int(end))) if begin < end else None
-
-
-def _loosen(bound: Bound, length: int) -> Bound:
-    """inf (no limit) if the bound hides nothing in a tile of that length."""
-    return inf if bound >= length - 1 else bound
 
 
 def _join_full_tiles(tiles: list[Tile]) -> list[Tile]:

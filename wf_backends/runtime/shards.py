@@ -8,7 +8,7 @@ from torch import Tensor
 from wf_backends.comm import Communicator
 from wf_backends.lowering import Parcel
 from wf_backends.runtime.messages import Messages
-from wf_backends.schedule import Layout, size
+from wf_backends.schedule import Layout, Ranges, size
 
 
 def dimension(x: Tensor, dim: int, name: str = "dim") -> int:
@@ -55,6 +55,6 @@ def gather_shards(comm: Communicator, layout: Layout, dim: int, x: Tensor, label
     return whole
 
 
-def positions(shard: tuple[tuple[int, int], ...], device: torch.device | None = None) -> Tensor:
+def positions(shard: Ranges, device: torch.device | None = None) -> Tensor:
     """(s,) int64: the global positions of a shard's rows."""
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in shard])

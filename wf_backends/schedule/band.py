@@ -23,6 +23,12 @@ class Band:
         """The band in a tile's own indices, if its first key lies `offset` after its first row."""
         return Band(self.left + offset, self.right - offset)
 
+    def within(self, rows: int, keys: int) -> Band:
+        """The band with inf for a bound that hides no key in a tile of so many rows and keys."""
+        left = inf if self.left >= rows - 1 else self.left
+        right = inf if self.right >= keys - 1 else self.right
+        return Band(left, right)
+
     @property
     def edges(self) -> int:
         """How many of the two bounds are finite."""

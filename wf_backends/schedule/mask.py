@@ -61,8 +61,7 @@ class Mask:
         if self.slices is not None:
             return self
         longest = max(stop - start for start, stop in self.documents(seqlen))
-        sides = (inf if side >= longest - 1 else side for side in (self.band.left, self.band.right))
-        band = Band(*sides)
+        band = self.band.within(longest, longest)
         return self if band == self.band else Mask(band, self.cu_seqlens)
 
     def documents(self, stop: int) -> tuple[tuple[int, int], ...]:
