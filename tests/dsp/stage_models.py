@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from wf_backends.dsp.stages import LayoutTracker, Stages
+from wf_backends.dsp.layout_tracker import LayoutTracker
+from wf_backends.dsp.stages import Stages
 from wf_backends.dsp.switch import DynamicSequenceParallel
 from wf_backends.parallel.gradients import GradientMean
 

@@ -18,7 +18,8 @@ from tests.dsp.stage_models import (
     step_under_tracker,
 )
 from tests.helpers import run_threads
-from wf_backends.dsp.stages import LayoutTracker, Stages
+from wf_backends.dsp.layout_tracker import LayoutTracker
+from wf_backends.dsp.stages import Stages
 from wf_backends.dsp.switch import DynamicSequenceParallel
 from wf_backends.parallel.gradients import GradientMean
 

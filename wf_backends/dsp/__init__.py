@@ -2,8 +2,9 @@
 
 from wf_backends.dsp.closeness import NARROW_TOLERANCES, TOLERANCE, error_between, named_tensors
 from wf_backends.dsp.first_forward import RECEIVER, Mode, receivers
+from wf_backends.dsp.layout_tracker import LayoutTracker
 from wf_backends.dsp.model import KEY, LAYOUT, read_block, spread
-from wf_backends.dsp.stages import LayoutTracker, Stages
+from wf_backends.dsp.stages import Stages
 from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded, Sizes, chunk_sizes
 
 __all__ = [

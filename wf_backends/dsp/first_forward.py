@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from wf_backends.comm import World, gather_small
 from wf_backends.dsp.closeness import NARROW_TOLERANCES, TOLERANCE, error_between, named_tensors
-from wf_backends.dsp.stages import Cut, LayoutTracker
+from wf_backends.dsp.layout_tracker import Cut, LayoutTracker
 from wf_backends.parallel import SequenceParallel, SequenceParallelConfig
 
 RECEIVER = "set_sequence_parallel"

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from wf_backends.dsp.first_forward import RECEIVER, FirstForward, Mode, receivers
-from wf_backends.dsp.stages import LayoutTracker, Stages
+from wf_backends.dsp.layout_tracker import LayoutTracker
+from wf_backends.dsp.stages import Stages
 from wf_backends.dsp.switch import DynamicSequenceParallel
 from wf_backends.parallel import SequenceParallel, SequenceParallelConfig
 
