@@ -7,6 +7,7 @@ sends the client the exit code. At the end of its stdin, it kills its forks and 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -17,6 +18,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -162,7 +164,25 @@ def main(listener: int, modules: list[str]) -> None:
         raise RuntimeError(f"importing {modules} started threads ({threads}), which no fork has")
     job = Server(socket.socket(fileno=listener)).next_job()
     take_over(job)
-    run(job["argv"])
+    try:
+        run(job["argv"])
+    except SystemExit as end:
+        if end.code:
+            raise
+    if "mpi4py.MPI" not in sys.modules:  # it finalizes MPI after everything else
+        leave()
+
+
+def leave() -> None:
+    """End a fork that has done its work.
+
+    What `python` does, except that it frees no module: 0.7 s of CPU time, for those of DeepSpeed.
+    """
+    threading._shutdown()  # waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
