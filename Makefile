@@ -19,6 +19,8 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export OMP_NUM_THREADS ?= 1
 # DeepSpeed compiles what a job needs at its first use, not now.
 export DS_BUILD_OPS := 0
+# Tests start many interpreters: only the first compiles a module, also where this is set.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-all test-newest check lint types run-test run-test-all docs clean
 .DELETE_ON_ERROR:
