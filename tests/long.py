@@ -54,7 +54,7 @@ LONG: dict[str, str] = {
     "tests/integrations/test_experts_engines.py": "zero3|mixtral-ddp|qwen3_moe-fsdp2",
     "tests/integrations/test_generation_processes.py": "in_tensor_parallel|is_named",
     "tests/integrations/test_hetegen.py": r"deepspeeds_own_engine|is_restored\[10\]",
-    "tests/integrations/test_diffusers.py": "script_of_docs|compiled|"
+    "tests/integrations/test_diffusers.py": "scripts_of_docs|compiled|"
     r"of_one_device\[\w+-([13]-|4-contiguous)",
     "tests/integrations/test_first_step_compiled.py": "",
     "tests/integrations/test_first_step_trainers.py": r"\[zero2\]",

@@ -50,6 +50,8 @@ class Family:
     text_masks: tuple[tuple[str, str], ...] = ()
     """(mask, text) arguments of the model: padding at the end of a text is taken off. Where both
     are the same, rows of zeros are padding."""
+    lists: tuple[str, ...] = ()
+    """Arguments that are lists with an item for each sample."""
     masks_are_true: bool = False
     """Whether its blocks make a mask even of texts without padding: it is ignored."""
     refused_config: tuple[str, Any] = ("", None)

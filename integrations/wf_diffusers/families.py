@@ -188,6 +188,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             gathered="proj_out",
             refused=(("attention_kwargs", KWARGS),),
             text_masks=QWEN_MASKS,
+            lists=("img_shapes", "txt_seq_lens"),
             masks_are_true=True,
         ),
         "SD3Transformer2DModel": SD3,
@@ -219,6 +220,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 Cut("layers.*", (("freqs_cis",),)),
             ),
             gathered="all_final_layer.*",
+            lists=("x", "cap_feats"),
             refused=(
                 ("siglip_feats", "features of images beside the text"),
                 ("image_noise_mask", "a noise level for each token"),

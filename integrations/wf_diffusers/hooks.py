@@ -7,7 +7,7 @@ text and image are in the same proportion as in the whole sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,7 +21,14 @@ from wf_backends.runtime import gather_shards, linear_map, positions, take_shard
 from wf_backends.schedule import Layout, make_layout, size
 from wf_diffusers.attention import Attention, take_over
 from wf_diffusers.cuts import Cut, Family, find_modules
-from wf_diffusers.refused import refuse_call
+from wf_diffusers.refused import refuse_cache, refuse_call
+from wf_diffusers.samples import (
+    join,
+    leave_out_ones,
+    lengths_differ,
+    samples_of,
+    take_off_padding,
+)
 from wf_transformers import Handle
 from wf_transformers.calls import by_name, parameter_names
 
@@ -37,11 +44,14 @@ class TransformerHooks:
         self.attention = Attention(handle.sp, family.masks_are_true)
         self._layout: Layout = ()
         self._called = False  # whether the hook of the model ran, which checks and prepares a call
+        self._apart = False  # whether the call that follows computes one sample after the other
         self._gathered: dict[tuple[nn.Module, Hook], Any] = {}
         for path in family.attention:
             for module in find_modules(model, path):
                 take_over(module, self.attention, handle)
         self._register(model)
+        if family.text_masks or family.lists:
+            self._take_apart(model)
 
     def _register(self, model: nn.Module) -> None:
         modules = ((m, cut) for cut in self.family.cuts for m in find_modules(model, cut.module))
@@ -71,13 +81,40 @@ class TransformerHooks:
         self._layout, self._called = (), True
         if (wanted := self._find_gathered(model)) != list(self._gathered):  # adapters came or went
             self._hook_gathered(wanted)
+        leave_out_ones(arguments, self.family)
         if self.sp.size > 1:
             refuse_call(model, arguments, self.family)
             with self.handle.advising():
                 self.sp.check_same(_leaves(arguments))
-        for mask, text in self.family.text_masks:
-            _take_off_padding(arguments, mask, text)
+        self._apart = lengths_differ(arguments, self.family)
+        if self._apart:
+            refuse_cache(model)
+            self._called = False  # `_call_apart` follows
+        else:
+            take_off_padding(arguments, self.family)
         return (), arguments
+
+    def _take_apart(self, model: nn.Module) -> None:
+        """Have the model compute samples with texts of different lengths one after the other."""
+        original = model.forward
+
+        @wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            call = self._call_apart if self._apart else original
+            return call(*args, **kwargs)
+
+        self._forward = original
+        self.handle.set(model, "forward", forward)
+
+    @eager
+    def _call_apart(self, **arguments: Any) -> Any:
+        self._apart = False
+        outputs = list[Any]()
+        for sample in samples_of(arguments, self.family):
+            take_off_padding(sample, self.family)
+            self._layout, self._called = (), True
+            outputs.append(self._forward(**sample))
+        return join(outputs)
 
     def _register_cut(self, module: nn.Module, cut: Cut) -> Any:
         """Register a hook that cuts arguments of `module`; return the hook's torch handle."""
@@ -144,28 +181,6 @@ def _leaves(arguments: Arguments) -> Arguments:
 def _is_for_all_tokens(value: Any, cut: Cut) -> bool:
     """Whether a value is no tensor with a row for each token."""
     return not isinstance(value, Tensor) or value.dim() < cut.ndim or value.shape[cut.dims[0]] == 1
-
-
-def _take_off_padding(arguments: Arguments, mask_name: str, text_name: str) -> None:
-    """Shorten a text (b, n, ...) and its mask (b, n) to the tokens that are not padding.
-
-    No token attends to the padding, and nothing reads its rows, so the sample stays the same.
-
-    Raises:
-        NotImplementedError: unless all samples have the same number of tokens, before padding.
-    """
-    mask, text = arguments.get(mask_name), arguments.get(text_name)
-    if mask is None or text is None:
-        return
-    mask = mask.any(-1) if mask_name == text_name else mask
-    length = int(mask[0].count_nonzero())
-    if not mask[:, :length].all() or mask[:, length:].any():
-        raise NotImplementedError(
-            f"{mask_name} has {mask.count_nonzero(1).tolist()} tokens of text in the samples: "
-            "they must be as many in each, followed by padding. Give a batch of samples whose "
-            "texts are equally long, or one sample in each call"
-        )
-    arguments[mask_name], arguments[text_name] = mask[:, :length], text[:, :length]
 
 
 def _get_argument(arguments: Arguments, path: str) -> Any:

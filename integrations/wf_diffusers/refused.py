@@ -34,6 +34,11 @@ def refuse_call(model: nn.Module, arguments: Mapping[str, Any], family: Family) 
         NotImplementedError: names the argument or setting.
     """
     name = type(model).__name__
+    if getattr(model, "_parallel_config", None) is not None:
+        raise NotImplementedError(
+            f"{name} has diffusers' own parallelism, by enable_parallelism(...) or "
+            "parallel_config=: it splits the same tokens or heads. Leave it out"
+        )
     key, value = family.refused_config
     if key and getattr(model.config, key, None) == value:
         raise NotImplementedError(f"{name} has {key}={value!r}, which is not supported")
@@ -55,6 +60,20 @@ def refuse_call(model: nn.Module, arguments: Mapping[str, Any], family: Family) 
             "tokens: set it to 0, or call model.eval()"
         )
     _refuse_hooks(model)
+
+
+def refuse_cache(model: Any) -> None:
+    """Refuse a cache for samples that are computed one after the other.
+
+    Raises:
+        NotImplementedError: if the model has one.
+    """
+    if getattr(model, "is_cache_enabled", False):
+        raise NotImplementedError(
+            f"{type(model).__name__} has a cache, and texts of different lengths in the samples: "
+            "they are computed one after the other, and the cache would take each for a step. "
+            "Give one sample in each call, or call disable_cache() first"
+        )
 
 
 def _refuse_hooks(model: nn.Module) -> None:

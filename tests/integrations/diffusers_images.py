@@ -231,7 +231,7 @@ def z_image() -> tuple[Any, dict[str, Any]]:
         n_kv_heads=2,
         cap_feat_dim=20,
         axes_dims=[4, 6, 6],
-        axes_lens=[64, 16, 16],
+        axes_lens=[128, 16, 16],
     )
     return model, {
         "x": [randn(4, 1, 8, 8), randn(4, 1, 8, 8) + 1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import diffusers
@@ -63,11 +64,36 @@ if hasattr(diffusers, "ZImageTransformer2DModel"):
         images.z_image, controlnet_block_samples={0: images.randn(2, 64, 32)}
     )
 
+MASK = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0]])
+TWO_TEXTS = {
+    "hunyuan_video": images.with_residuals(videos.hunyuan_video, encoder_attention_mask=MASK),
+    "lumina2": images.with_residuals(images.lumina2, encoder_attention_mask=MASK),
+    "mochi": images.with_residuals(videos.mochi, encoder_attention_mask=MASK.bool()),
+}
+"""Two samples, whose texts have different lengths."""
+if "z_image" in FAMILIES:
+    TWO_TEXTS |= {
+        "hunyuan_image": images.with_residuals(
+            images.hunyuan_image, encoder_attention_mask=MASK[:, 1:]
+        ),
+        "hunyuan_video15": images.with_residuals(
+            videos.hunyuan_video15, encoder_attention_mask=MASK[:, 1:]
+        ),
+        "qwen_image_edit": images.with_residuals(
+            images.qwen_image_edit, encoder_hidden_states_mask=MASK
+        ),
+        "z_image": images.with_residuals(
+            images.z_image, cap_feats=[images.randn(5, 20), images.randn(37, 20)]
+        ),
+    }
 
-def build(family: str, **sizes: Any) -> tuple[Any, dict[str, Any]]:
+
+def build(
+    family: str, table: Mapping[str, Any] = FAMILIES, **sizes: Any
+) -> tuple[Any, dict[str, Any]]:
     """(model, keyword arguments of a call), the same in every call."""
     torch.manual_seed(1)
-    model, kwargs = FAMILIES[family](**sizes)
+    model, kwargs = table[family](**sizes)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model.double(), kwargs

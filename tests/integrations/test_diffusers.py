@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ pytest.importorskip(
 
 import wf_diffusers  # noqa: E402
 from tests.docs.pages import blocks  # noqa: E402
+from tests.forked import python  # noqa: E402
 from tests.helpers import run_processes, run_threads  # noqa: E402
 from tests.integrations.diffusers_images import randn  # noqa: E402
-from tests.integrations.diffusers_models import FAMILIES, build  # noqa: E402
+from tests.integrations.diffusers_models import FAMILIES, TWO_TEXTS, build  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
     assert_close,
     gradients,
@@ -94,6 +96,28 @@ def test_sample_loss_and_gradients_are_those_of_one_device(
     family: str, size: int, layout: str
 ) -> None:
     assert_equal_to_one_device(family, size, layout)
+
+
+@pytest.mark.parametrize("family", TWO_TEXTS)
+def test_samples_may_have_texts_of_different_lengths(family: str) -> None:
+    """As both prompts of a guidance in one batch, or instance and class prompts in training."""
+    recomputed = family != "hunyuan_image"  # diffusers' own TypeError
+    assert_equal_to_one_device(family, 2, checkpointing=recomputed, table=TWO_TEXTS)
+
+
+def test_a_mask_of_ones_hides_nothing() -> None:
+    """Diffusers' pipeline of Chroma always gives a mask, of numbers that are added to scores."""
+    model, kwargs = build("chroma")
+    kwargs["attention_mask"] = torch.ones(2, 21, dtype=torch.float64)
+    expected = model(**kwargs).sample
+
+    def run_rank(comm: Any) -> Tensor:
+        with wf_diffusers.attach(models[comm.rank], sequence_parallel(comm)):
+            return models[comm.rank](**kwargs).sample
+
+    models = [build("chroma")[0] for _ in range(2)]
+    for sample in run_threads(2, run_rank):
+        assert_close(sample, expected, "sample")
 
 
 @pytest.mark.parametrize(("text", "image"), [(1, 16), (13, 4), (29, 12)])
@@ -291,12 +315,19 @@ def test_a_compiled_model_gives_the_sample_of_one_device() -> None:
     run_processes(2, run_compiled_sample)
 
 
-def run_script_of_docs(_: Any) -> None:
+def run_script_of_docs(comm: Any, line: str) -> None:
+    ranks = {"RANK": comm.rank, "LOCAL_RANK": comm.rank}
+    sizes = {"WORLD_SIZE": comm.size, "LOCAL_WORLD_SIZE": comm.size}
+    for name, value in (ranks | sizes | {"MASTER_ADDR": "localhost", "MASTER_PORT": 0}).items():
+        os.environ[name] = str(value)  # as torchrun does; accelerate reads them
     page = "docs/diffusers.md"
-    (script,) = [block.text for block in blocks("python") if block.page == page]
+    texts = [block.text for block in blocks("python") if block.page == page]
+    (script,) = [text for text in texts if line in text]
     exec(compile(script, page, "exec", dont_inherit=True), {"__name__": "__main__"})
 
 
 @pytest.mark.processes
-def test_the_script_of_docs_diffusers_runs_on_four_processes() -> None:
-    run_processes(4, run_script_of_docs)
+@pytest.mark.parametrize("line", ["DistributedDataParallel(model)", "Accelerator("])
+def test_the_scripts_of_docs_diffusers_run_on_four_processes(line: str) -> None:
+    imported = python("tests.helpers", "pytest", "wf_diffusers", "accelerate", "peft")
+    run_processes(4, run_script_of_docs, line, start=imported)

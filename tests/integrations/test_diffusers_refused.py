@@ -19,7 +19,7 @@ from diffusers.hooks.smoothed_energy_guidance_utils import (  # noqa: E402
 
 import wf_diffusers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
-from tests.integrations.diffusers_models import build  # noqa: E402
+from tests.integrations.diffusers_models import TWO_TEXTS, build  # noqa: E402
 from tests.integrations.transformers_models import sequence_parallel  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
 from wf_diffusers.attention import Attention  # noqa: E402
@@ -62,16 +62,11 @@ def test_text_shorter_than_the_number_of_ranks_is_refused() -> None:
         ("flux", {"joint_attention_kwargs": {"ip_adapter_masks": 1}}, "an IP-Adapter"),
         ("sd3", {"timestep": torch.ones(2, 9)}, r"a timestep \(2, 9\)"),
         ("sd3", {"skip_layers": [0]}, "the first block of the model did not run"),
-        ("chroma", {"attention_mask": torch.ones(2, 21)}, "a mask of text and image in one"),
-        (
-            "hunyuan_video",
-            {"encoder_attention_mask": torch.ones(2, 7).tril(5)},
-            r"encoder_attention_mask has \[6, 7\] tokens of text in the samples",
-        ),
+        ("chroma", {"attention_mask": torch.ones(2, 21).tril()}, "a mask of text and image in one"),
         (
             "hunyuan_video",
             {"encoder_attention_mask": torch.ones(2, 7).triu(1)},
-            "must be as many in each, followed by padding",
+            r"encoder_attention_mask has padding before tokens of the text, .* \[6, 5\]",
         ),
     ],
     ids=[
@@ -79,7 +74,6 @@ def test_text_shorter_than_the_number_of_ranks_is_refused() -> None:
         "timesteps by token",
         "skipped block",
         "joint mask",
-        "texts of two lengths",
         "padding before the text",
     ],
 )
@@ -105,6 +99,26 @@ def test_a_cache_that_skips_blocks_by_the_values_of_tokens_is_refused() -> None:
     for model, _ in models:
         model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=1.3))
     assert_call_is_refused(models, NotImplementedError, "FBCHeadBlockHook of transformer_blocks.0")
+
+
+def test_a_cache_beside_texts_of_different_lengths_is_refused() -> None:
+    """It would take the samples, which are computed one after the other, for steps."""
+    config = diffusers.PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_block_identifiers=("transformer_blocks",),
+        current_timestep_callback=lambda: 500,
+    )
+    models = [build("mochi", TWO_TEXTS) for _ in range(2)]
+    for model, _ in models:
+        model.enable_cache(config)
+    assert_call_is_refused(models, NotImplementedError, "has a cache, and texts of different len")
+
+
+def test_parallelism_of_diffusers_itself_is_refused() -> None:
+    models = [build("flux") for _ in range(2)]
+    for model, _ in models:
+        model._parallel_config = object()  # as enable_parallelism(config=...) sets it
+    assert_call_is_refused(models, NotImplementedError, "diffusers' own parallelism")
 
 
 def test_a_guidance_by_values_instead_of_attention_is_refused() -> None:
