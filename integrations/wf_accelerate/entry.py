@@ -226,7 +226,8 @@ def _refuse_accelerator(accelerator: Accelerator, trl: TrlTrainer | None) -> Non
     distributed_type = str(accelerator.distributed_type.value)
     if distributed_type == "DEEPSPEED":
         raise NotImplementedError(
-            'accelerate runs DeepSpeed here: put a "wallfacer" block into the DeepSpeed JSON and '
+            'accelerate runs DeepSpeed here: put a "wallfacer" block into the DeepSpeed JSON '
+            "(deepspeed_config_file of accelerate's configuration, which may have none yet) and "
             "start the script by python -m wf_deepspeed (docs/deepspeed.md)"
         )
     if hasattr(accelerator, "deepspeed_engine_wrapped"):
