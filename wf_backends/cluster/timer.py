@@ -74,12 +74,10 @@ class Timer:
             times = self.times(partial(_repeat, work, count), 2)
         return min(times) / count
 
-    def exchange(
-        self, peers: Peers, num_bytes: int, repeats: int, in_a_row: int = 1
-    ) -> list[float]:
+    def exchange(self, peers: Peers, num_bytes: int, repeats: int, count: int = 1) -> list[float]:
         """Seconds until every rank has sent to its target and received from its source."""
         post = self.make_post(peers, num_bytes)
-        return self.times(partial(_repeat, lambda: post().wait(), in_a_row), repeats, MAX_TOTAL_S)
+        return self.times(partial(_repeat, lambda: post().wait(), count), repeats, MAX_TOTAL_S)
 
     def make_post(self, peers: Peers, num_bytes: int) -> Callable[[], Pending]:
         """A function that posts one message to the target and one from the source."""

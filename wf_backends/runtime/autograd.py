@@ -12,7 +12,7 @@ from torch import Tensor
 from wf_backends._compile import eager, refuse_transforms
 
 Backward = Callable[..., Any]
-LinearMap = Callable[[Tensor, str], Tensor]  # (tensor, label of its messages) -> tensor
+RowMap = Callable[[Tensor, str], Tensor]  # (tensor, label of its messages) -> tensor
 
 below_autograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
 """`with below_autograd():` operators skip autograd, which would record every view and every write.
@@ -50,9 +50,7 @@ def first_order_only(backward: Backward) -> Backward:
 
 class _LinearMap(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, forward: LinearMap, transpose: LinearMap, label: str
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, forward: RowMap, transpose: RowMap, label: str) -> Tensor:
         ctx.transpose, ctx.label = transpose, label
         return forward(x, f"forward {label}")
 
@@ -62,6 +60,6 @@ class _LinearMap(torch.autograd.Function):
         return ctx.transpose(grad, f"backward {ctx.label}"), None, None, None
 
 
-def linear_map(x: Tensor, forward: LinearMap, transpose: LinearMap, label: str) -> Tensor:
+def linear_map(x: Tensor, forward: RowMap, transpose: RowMap, label: str) -> Tensor:
     """forward(x), a linear map; the gradient of x is `transpose` of the result's gradient."""
     return _LinearMap.apply(x, forward, transpose, label)
