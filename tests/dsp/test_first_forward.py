@@ -4,6 +4,7 @@ stages."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -143,6 +144,25 @@ def test_the_comparison_changes_neither_the_output_nor_the_model(name: str):
         assert sent == plain_sent
         assert out.shape == plain_out.shape
         assert name == "dropout" or torch.equal(out, plain_out)
+
+
+def test_a_copy_of_a_model_is_compared_once():
+    """Its hook stays, and compares nothing in its later forwards."""
+
+    def forwards_of_a_copy(comm: Communicator) -> int:
+        config = SequenceParallelConfig(sequence_parallel_size=comm.size, layout="contiguous")
+        model, sp = Model(nn.Identity()), SequenceParallel(config, comm)
+        dsp = DynamicSequenceParallel(comm, gradients="averaged")
+        for p in model.parameters():
+            nn.init.constant_(p, 0.1)
+        spread(model, sp, dsp, Stages(**STAGES), True)
+        copy, calls = deepcopy(model), list[int]()
+        copy.last.register_forward_hook(lambda *_: calls.append(1))
+        for _ in range(2):
+            copy(torch.ones(2, 5, 6, WIDTH))
+        return len(calls)
+
+    assert run_threads(2, forwards_of_a_copy) == [4, 4]  # two of them compared
 
 
 def test_ranks_that_keep_fewer_outputs_name_the_same_module(monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from tests.dsp.stage_models import (
     ORDERS,
     Mix,
     Model,
+    drawn_input,
     filled,
     stages_of,
     step_on_one_device,
@@ -92,6 +95,73 @@ def test_a_recomputed_stage_with_two_possible_shards_is_refused():
     """On two ranks (8, 4) cut along rows and (4, 8) cut along columns have the same shape."""
     with pytest.raises(ValueError, match="'rows' runs again .* hidden state \\[4, 4, 3\\]"):
         run_threads(2, tracked_gradients_of_forwards, [(8, 4), (4, 8)])
+
+
+class Scaled(Mix):
+    """A stage with a module inside that does not get the hidden state."""
+
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.scale = nn.Linear(1, 3)
+
+    def forward(self, x, scale=1.0):
+        return super().forward(x, self.scale(x.new_ones(2, 1)).mean())
+
+
+def gradients_of_scaled(comm=None):
+    model = Model(("columns", "rows"), checkpointed=True)
+    model.stages = nn.ModuleList(Scaled(DIMS[dim]) for dim in ("columns", "rows"))
+    filled(model)
+    if comm is not None:
+        needs = {"stages.0*": "columns", "stages.1*": "rows"}  # also stages.0.scale
+        dsp = DynamicSequenceParallel(comm, gradients="averaged")
+        LayoutTracker(model, dsp, stages_of(("columns", "rows"), needs=needs))
+    model(drawn_input()).square().mean().backward()
+    if comm is not None:
+        GradientMean(comm)(model.parameters())
+    return [p.grad for p in model.parameters()]
+
+
+def test_a_pattern_that_also_matches_what_a_stage_consists_of_names_the_stage():
+    expected = gradients_of_scaled()
+    for grads in run_threads(2, gradients_of_scaled):
+        for grad, expected_grad in zip(grads, expected, strict=True):
+            assert (grad - expected_grad).abs().max() < 1e-10
+
+
+def test_a_forward_without_gradients_leaves_nothing_for_a_later_backward():
+    """10 rows and 9 rows are both 4 or 5 on a rank."""
+
+    def gradients(comm):
+        model = filled(SharedStages())
+        LayoutTracker(model, DynamicSequenceParallel(comm, gradients="averaged"), SHARED_STAGES)
+        with torch.no_grad():
+            model(torch.ones(2, 10, 7, 3, 3).double())
+        gradients_of_forwards(model, [(9, 7)])
+        GradientMean(comm)(model.parameters())
+        return [p.grad for p in model.parameters()]
+
+    expected = gradients_of_forwards(filled(SharedStages()), [(9, 7)])
+    for grads in run_threads(4, gradients):
+        for grad, expected_grad in zip(grads, expected, strict=True):
+            assert (grad - expected_grad).abs().max() < 1e-10
+
+
+def test_a_copy_of_the_model_runs_over_the_same_ranks():
+    """As an average of weights; also when the model itself does no more."""
+    order = ("rows", "columns")
+
+    def outputs(comm):
+        model = filled(Model(order))
+        dsp = DynamicSequenceParallel(comm, gradients="averaged")
+        tracker, out = LayoutTracker(model, dsp, stages_of(order)), model(drawn_input())
+        copy = deepcopy(model)
+        tracker.remove()
+        return out, copy(drawn_input()), tracker.switches
+
+    for out, out_of_copy, switches in run_threads(2, outputs):
+        assert torch.equal(out, out_of_copy)
+        assert switches == 2  # one in each forward
 
 
 def test_remove_restores_the_hooks_of_the_model():

@@ -119,6 +119,29 @@ def test_the_mean_of_averaged_gradients_is_the_gradient_of_one_device(num_ranks)
     assert all(num_bytes == 0 for _, num_bytes in results)
 
 
+@pytest.mark.parametrize("gradients", ("whole", "averaged"))
+def test_a_loss_of_my_rows_has_the_gradient_of_one_device(gradients):
+    """The sum over my rows / all elements; times the ranks, if gradients are averaged."""
+
+    def gradients_of_loss(comm):
+        dsp = DynamicSequenceParallel(comm, gradients)
+        before, on_shards = (whole_tensor((3, 3)).requires_grad_() for _ in range(2))
+        held = dsp.switch(dsp.split(whole_tensor((2, 5, 7, 3)) @ before, 1), 1, 2)
+        loss = mix(held.tensor @ on_shards, 1).square().sum() / (2 * 5 * 7 * 3)
+        (loss * (comm.size if gradients == "averaged" else 1)).backward()
+        return before.grad, on_shards.grad
+
+    expected = run_threads(1, gradients_of_loss)[0]
+    results = run_threads(4, gradients_of_loss)
+    before, on_shards = (sum(grads) for grads in zip(*results, strict=True))
+    if gradients == "averaged":
+        before, on_shards = before / 4, on_shards / 4
+    else:
+        before = results[0][0]  # every rank has it
+    assert (before - expected[0]).abs().max() < 1e-10
+    assert (on_shards - expected[1]).abs().max() < 1e-10
+
+
 def message_of_refusal(call):
     """The ValueError of `call(dsp)` on two ranks."""
     with pytest.raises(ValueError) as refusal:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from wf_backends.comm import World, gather_small
+from wf_backends.comm import Shared, World, gather_small
 from wf_backends.dsp.closeness import NARROW_TOLERANCES, TOLERANCE, error_between, named_tensors
 from wf_backends.dsp.layout_tracker import Cut, LayoutTracker
 from wf_backends.parallel import SequenceParallel, SequenceParallelConfig
@@ -37,7 +37,7 @@ def receivers(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if callable(getattr(m, RECEIVER, None))]
 
 
-class FirstForward:
+class FirstForward(Shared):
     """Compares a model's first forward over the ranks with one on a single rank, by one hook.
 
     Args:
@@ -55,7 +55,7 @@ class FirstForward:
         self._tracker, self._sp, self._mode = tracker, sp, mode
         self._outputs: dict[str, list[list[tuple[Tensor, Cut | None]]]] = {}
         """The tensors of each call of a module over the ranks, by the module's name."""
-        self._kept_bytes = 0
+        self._kept_bytes, self._compared = 0, False
         self._errors: list[tuple[str, float, float]] = []  # what differs, error, tolerance
         self.hook = model.register_forward_pre_hook(self._compare, prepend=True, with_kwargs=True)
 
@@ -68,6 +68,9 @@ class FirstForward:
             ValueError: under "strict", if the model cannot be compared.
         """
         self.hook.remove()
+        if self._compared:  # a copy of the model, whose hook stays
+            return
+        self._compared = True
         problem = _why_not_on_one_rank(model)
         if problem is None:
             with _evaluated(model, self._sp):

@@ -13,10 +13,12 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from wf_backends._validation import nearest
+from wf_backends.comm import Shared
 from wf_backends.dsp.stages import Stages
 from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded, chunk_sizes
 
@@ -31,7 +33,7 @@ class Cut:
     lengths: Mapping[str, int]
 
 
-class LayoutTracker:
+class LayoutTracker(Shared):
     """Hooks that shard, switch and gather a model's hidden state; `remove()` takes them off.
 
     The model is called as on one device: its inputs are whole and equal on all ranks, and so is its
@@ -59,7 +61,7 @@ class LayoutTracker:
         """Switches in the forward passes so far."""
         self.current_cut: Cut | None = None
         """How the hidden state is cut now; None while it is whole."""
-        self._in_forward = self._recomputed = self._paused = False
+        self._in_forward = self._recomputed = self._paused = self._remembers = False
         self._cuts: dict[tuple[str, LocalLengths], list[Cut | None]] = {}
         """The cuts that each stage got in the forwards so far, by its name and local lengths."""
         modules = dict(model.named_modules())
@@ -117,7 +119,7 @@ class LayoutTracker:
 
     def _set_in_forward(self, in_forward: bool) -> None:
         """The model's forward begins or ends; outside of it nothing is sharded."""
-        self._in_forward = in_forward
+        self._in_forward, self._remembers = in_forward, torch.is_grad_enabled()
         self.current_cut = None
         if in_forward and self._recomputed:  # the backward of the earlier forwards has run
             self._cuts.clear()
@@ -149,7 +151,7 @@ class LayoutTracker:
         lengths = tuple(self._lengths(x).values())
         cuts = self._cuts.setdefault((name, lengths), [])
         if self._in_forward:
-            if self.current_cut not in cuts:
+            if self._remembers and self.current_cut not in cuts:
                 cuts.append(self.current_cut)
             return self.current_cut
         self._recomputed = True
@@ -224,10 +226,15 @@ def _resolve(needs: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict
         matching = [name for name in modules if fnmatchcase(name, pattern)]
         if not matching:
             raise ValueError(f"needs: {pattern!r} matches no module{nearest(pattern, modules)}")
-        for name in matching:
+        for name in _outermost(matching):
             if dims.setdefault(name, dim) != dim:
                 raise ValueError(
                     f"needs: the module {name!r} needs {dims[name]!r} and {dim!r}; attention over "
                     "all dimensions at once is SequenceParallel.attention's, and no stage"
                 )
     return dims
+
+
+def _outermost(names: list[str]) -> list[str]:
+    """The modules inside none of the others: of "blocks.*" the blocks, not what they consist of."""
+    return [x for x in names if not any(x.startswith(f"{other}.") for other in names)]
