@@ -318,8 +318,8 @@ def test_a_compiled_model_gives_the_sample_of_one_device() -> None:
 def run_script_of_docs(comm: Any, line: str) -> None:
     ranks = {"RANK": comm.rank, "LOCAL_RANK": comm.rank}
     sizes = {"WORLD_SIZE": comm.size, "LOCAL_WORLD_SIZE": comm.size}
-    for name, value in (ranks | sizes | {"MASTER_ADDR": "localhost", "MASTER_PORT": 0}).items():
-        os.environ[name] = str(value)  # as torchrun does; accelerate reads them
+    for name, value in (ranks | sizes | {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}).items():
+        os.environ[name] = str(value)  # as torchrun does; nobody opens the port
     page = "docs/diffusers.md"
     texts = [block.text for block in blocks("python") if block.page == page]
     (script,) = [text for text in texts if line in text]
