@@ -169,8 +169,7 @@ def main(listener: int, modules: list[str]) -> None:
     except SystemExit as end:
         if end.code:
             raise
-    if "mpi4py.MPI" not in sys.modules:  # it finalizes MPI after everything else
-        leave()
+    leave()
 
 
 def leave() -> None:
@@ -180,6 +179,9 @@ def leave() -> None:
     """
     threading._shutdown()  # waits for threads
     atexit._run_exitfuncs()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()  # as mpi4py does after everything else
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
