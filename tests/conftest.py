@@ -69,15 +69,15 @@ def _has_jobs(file: str) -> bool:
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One of several workers runs all jobs of several processes: they share forks and results.
+    """A worker runs a file as a whole, and one of them all jobs of several processes.
 
-    Two such jobs at the same time would compete for the cores.
+    Jobs share forks and results, and two at the same time would compete for the cores.
     """
-    from xdist.scheduler import LoadScopeScheduling
+    from xdist.scheduler import LoadFileScheduling
 
-    class Scheduling(LoadScopeScheduling):
+    class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "jobs" if _is_job(nodeid) else nodeid
+            return "jobs" if _is_job(nodeid) else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
 
