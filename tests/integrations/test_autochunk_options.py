@@ -99,14 +99,14 @@ class TestPlanTiles:
         assert four.peak_before == pytest.approx(4 * one.peak_before, rel=0.1)
 
     def test_checkpoints_of_the_block_count_in_the_plan(self) -> None:
-        model, budget = tiny_llama(4), TrainingBudget(seqlen=256)
+        model, budget = tiny_llama(3), TrainingBudget(seqlen=256)
         attributes = [dict(vars(module)) for module in model.modules()]
         kept, inputs_kept, offloaded = (
             plan_tiles(model, budget, 1, checkpointing=checkpointing)
             for checkpointing in (None, Checkpointing(), Checkpointing(offload=True))
         )
         assert kept and inputs_kept and offloaded
-        inputs = 4 * 256 * model.config.hidden_size * 4  # bytes in float32, of 4 layers
+        inputs = 3 * 256 * model.config.hidden_size * 4  # bytes in float32, of 3 layers
         assert inputs_kept.peak_before < kept.peak_before / 2
         assert offloaded.peak_before == pytest.approx(inputs_kept.peak_before - inputs, rel=0.1)
         assert [dict(vars(module)) for module in model.modules()] == attributes
