@@ -87,8 +87,9 @@ LONG: dict[str, str] = {
     "tests/gpu/test_cudnn.py": r"on_cudnn_is_exact\[(documents|full|window)|all_tiles.*full",
     "tests/integrations/test_families.py": rf"{TWO}|(deep_copy|verify).*{all_but(*COPIED)}",
     "tests/integrations/test_rope.py": TWO,
-    "tests/integrations/test_generation.py": rf"{TWO}|family.*(phimoe|olmoe|qwen2_moe|gptj)-3",
-    "tests/integrations/test_generation_media.py": r"2-zigzag-padded|4-contiguous-full|\[qwen2_vl",
+    "tests/integrations/test_generation.py": rf"{TWO}|(beams|penalty)-zigzag|"
+    r"family.*(phimoe|olmoe|qwen2_moe|gptj)-3",
+    "tests/integrations/test_generation_media.py": r"2-zigzag|4-contiguous-full|\[qwen2_vl",
     "tests/integrations/test_stacks.py": rf"{TWO}|\[(mbart|mt5|umt5)|"
     r"\[(bart|t5|clip_mask_of_ones)(-4)?\]",
     "tests/integrations/test_encoders.py": rf"gradients_are_exact{all_but(*ENCODERS)}|"
@@ -101,7 +102,8 @@ LONG: dict[str, str] = {
     "tests/integrations/test_verify.py": r"models_pass\[(True-(l|m|qwen2)|False-(b|g|qwen3))",
     "tests/integrations/test_budget.py": r"its_bytes\[.*('device'|float32.*'none')|"
     r"its_bytes\[(?!Llama|Falcon).*(host|tile=64)|its_bytes\[(Phi|Ol|Q|OPT)|of_a_llama.*device|capped.*t32",
-    "tests/integrations/test_custom_loss.py": rf"{TWO}|\[(z_of_items|weighted|liger_and_logits)",
+    "tests/integrations/test_custom_loss.py": rf"{TWO}|"
+    r"\[(z_of_items|weighted|liger_and_logits|liger-|ignore_i|wrapper)",
     "tests/integrations/test_activation_checkpointing.py": "without.*gpt|None-(mistral|bert)|"
     "by_the_model",
     "tests/parallel/test_scores.py": "drawn",
