@@ -42,9 +42,12 @@ class Family:
     cuts: tuple[Cut, ...]
     gathered: str
     """Path of the module whose output is gathered: the rows of the last stream, (b, s, width), from
-    which the model makes its sample."""
+    which the model makes its sample. Of a tuple it is the first item."""
     gathered_inside: tuple[str, ...] = ()
     """Paths of modules inside the blocks whose output every rank needs whole: gathered too."""
+    whole: tuple[str, ...] = ()
+    """Paths of modules between the blocks that need all rows: every rank computes all of them, and
+    takes its own of the output."""
     refused: tuple[tuple[str, str], ...] = ()
     """(name, description) of arguments of the model that cannot be cut."""
     text_masks: tuple[tuple[str, str], ...] = ()
@@ -52,18 +55,21 @@ class Family:
     are the same, rows of zeros are padding."""
     lists: tuple[str, ...] = ()
     """Arguments that are lists with an item for each sample."""
+    shared: tuple[str, ...] = ()
+    """How the names begin of arguments whose first dimension is not that of samples."""
     masks_are_true: bool = False
     """Whether its blocks make a mask even of texts without padding: it is ignored."""
     refused_config: tuple[str, Any] = ("", None)
     """(name, value) of a setting of the model that is not supported."""
     last_stream_attends_alone: bool = False
-    """Whether some modules attend over the last stream alone: it has a layout of its own length."""
+    """Whether some modules attend over the last stream alone, or it is cut alone in every block: it
+    has a layout of its own length."""
     allows_empty_stream: bool = False
     """Whether its blocks run without tokens of a stream: a rank may get none of a short text."""
 
 
 def find_modules(model: nn.Module, path: str) -> list[Any]:
-    """Return the modules at `path`; "*" stands for any index, "" for the model itself.
+    """Return the modules at `path`; "*" stands for any index, "-1" for the last, "" for the model.
 
     `WRAPPERS` are no parts of a path: a module inside of them is found, not they.
     """
@@ -71,7 +77,8 @@ def find_modules(model: nn.Module, path: str) -> list[Any]:
     for name, module in model.named_modules():
         parts = tuple(part for part in name.split(".") if part not in WRAPPERS)
         if len(parts) == len(pattern) and all(
-            p in (part, "*") for p, part in zip(pattern, parts, strict=True)
+            p in (part, "*", "-1") for p, part in zip(pattern, parts, strict=True)
         ):
             found[parts] = module
-    return list(found.values())
+    modules = list(found.values())
+    return modules[-1:] if "-1" in pattern else modules

@@ -13,6 +13,7 @@ from diffusers.models.transformers import transformer_qwenimage, transformer_sky
 from torch import nn
 
 from wf_diffusers.cuts import Cut, Family
+from wf_diffusers.refused import MODELS
 
 CONTROL = "controlnet_block_samples"
 KWARGS = "arguments of attention, such as an IP-Adapter's"
@@ -73,6 +74,15 @@ HUNYUAN = Family(
     text_masks=(("encoder_attention_mask", TEXT),),
     refused_config=("image_condition_type", "token_replace"),
 )
+SECOND_TEXT = ("encoder_attention_mask_2", f"{TEXT}_2")
+ROTARY = ("image_rotary_emb",)
+COGVIEW = Family(
+    attention=PIXART.attention,
+    cuts=(JOINT, Cut("transformer_blocks.*", (ROTARY,))),
+    gathered="proj_out",
+    refused=(("attention_kwargs", KWARGS), ("attention_mask", "a mask of the text")),
+    last_stream_attends_alone=True,
+)
 SKYREELS_ROTARY = 1 if hasattr(transformer_skyreels_v2, "SkyReelsV2AttnProcessor") else 2
 """The dimension of positions: after the heads before diffusers 0.36."""
 QWEN_MASKS = (("encoder_hidden_states_mask", TEXT),)
@@ -80,6 +90,11 @@ if not hasattr(transformer_qwenimage, "compute_text_seq_len_from_mask"):
     QWEN_MASKS = ()  # diffusers 0.35 attends to the padding
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
+        "AllegroTransformer3DModel": replace(
+            PIXART,
+            cuts=(IMAGE, Cut("transformer_blocks.*", (("image_rotary_emb.1",),), dims=(-1,))),
+            refused=(("attention_mask", "a mask of the video"),),
+        ),
         "AuraFlowTransformer2DModel": replace(
             SD3,
             attention=("joint_transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
@@ -97,6 +112,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             cuts=(Cut("", ((TEXT,), ("image_rotary_emb",)), kept=TEXT), JOINT),
             refused=(("attention_kwargs", KWARGS),),
         ),
+        "CogView3PlusTransformer2DModel": replace(PIXART, cuts=(JOINT,)),
+        "CogView4Transformer2DModel": COGVIEW,
         "CosmosTransformer3DModel": replace(
             PIXART,
             cuts=(
@@ -108,6 +125,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ),
         ),
         "DiTTransformer2DModel": replace(PIXART, gathered="proj_out_2"),
+        "EasyAnimateTransformer3DModel": COGVIEW,
         "FluxTransformer2DModel": FLUX,
         "Flux2Transformer2DModel": replace(
             FLUX,
@@ -116,14 +134,27 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 ("kv_cache_mode", "keys of reference images, which are kept whole"),
             ),
         ),
+        "GlmImageTransformer2DModel": replace(
+            COGVIEW,
+            refused=(*COGVIEW.refused, ("kv_caches", "keys of other images, which are kept whole")),
+        ),
+        "HunyuanDiT2DModel": replace(
+            PIXART,
+            attention=WAN.attention,
+            cuts=(Cut("", ((*ROTARY, CONTROL),)), replace(IMAGE, module="blocks.0")),
+        ),
         "HunyuanImageTransformer2DModel": replace(
-            HUNYUAN,
-            text_masks=(
-                ("encoder_attention_mask", TEXT),
-                ("encoder_attention_mask_2", f"{TEXT}_2"),
-            ),
+            HUNYUAN, text_masks=(*HUNYUAN.text_masks, SECOND_TEXT)
         ),
         "HunyuanVideoTransformer3DModel": HUNYUAN,
+        "HunyuanVideoFramepackTransformer3DModel": replace(
+            HUNYUAN,
+            cuts=(JOINT, *(replace(cut, joint_mask="") for cut in HUNYUAN.cuts[1:])),
+            gathered="single_transformer_blocks.-1",  # then the history is taken off
+            shared=("indices_latents",),
+            masks_are_true=True,
+            last_stream_attends_alone=True,
+        ),
         "HunyuanVideo15Transformer3DModel": Family(
             attention=("transformer_blocks.*.attn",),
             cuts=(
@@ -131,12 +162,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 Cut("transformer_blocks.*", (("attention_mask",), ("freqs_cis",)), dims=(1, -2)),
             ),
             gathered="proj_out",
-            text_masks=(
-                ("encoder_attention_mask", TEXT),
-                ("encoder_attention_mask_2", f"{TEXT}_2"),
-                ("image_embeds", "image_embeds"),
-            ),
+            text_masks=(*HUNYUAN.text_masks, SECOND_TEXT, ("image_embeds", "image_embeds")),
             masks_are_true=True,
+        ),
+        "Kandinsky5Transformer3DModel": Family(
+            attention=("visual_transformer_blocks.*.self_attention",),
+            cuts=(
+                Cut("visual_transformer_blocks.0", (("visual_embed",),)),
+                Cut("visual_transformer_blocks.*", (("rope",),), dims=(1,)),
+            ),
+            gathered="visual_transformer_blocks.-1",
+            refused=(("sparse_params", "a mask that follows from the values of tokens"),),
         ),
         "LongCatImageTransformer2DModel": FLUX,
         "LTXVideoTransformer3DModel": LTX,
@@ -177,6 +213,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "OvisImageTransformer2DModel": FLUX,
         "PixArtTransformer2DModel": PIXART,
+        "PRXTransformer2DModel": Family(
+            attention=("blocks.*.attention",),
+            cuts=(
+                Cut("blocks.0", (("hidden_states",),)),
+                Cut("blocks.*", ((TEXT, "attention_mask"), ROTARY), dims=(1, 2)),
+            ),
+            gathered="final_layer",
+            text_masks=(("attention_mask", TEXT),),
+            masks_are_true=True,
+            last_stream_attends_alone=True,
+        ),
         "QwenImageTransformer2DModel": Family(
             attention=("transformer_blocks.*.attn",),
             cuts=(
@@ -202,6 +249,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             gathered="norm_out",  # modulated afterwards, by the timesteps of all tokens
         ),
         "WanTransformer3DModel": WAN,
+        "WanAnimateTransformer3DModel": replace(
+            WAN,
+            cuts=WAN.cuts[1:],
+            whole=("face_adapter.*",),  # every frame attends to its own face
+        ),
         "WanVACETransformer3DModel": replace(
             WAN,
             attention=("blocks.*.attn1", "vace_blocks.*.attn1"),
@@ -239,7 +291,9 @@ def family_of(model: nn.Module) -> Family:
     for base in type(model).__mro__:
         if base.__name__ in FAMILIES and base.__module__.startswith("diffusers."):
             return FAMILIES[base.__name__]
+    name = type(model).__name__
+    reason = next((f" ({why})" for begin, why in MODELS.items() if name.startswith(begin)), "")
     raise NotImplementedError(
-        f"{type(model).__name__} is none of the models of diffusers that WallFacer supports: "
+        f"{name} is none of the models of diffusers that WallFacer supports{reason}: "
         f"{', '.join(sorted(FAMILIES))}"
     )

@@ -11,6 +11,7 @@ from functools import partial, wraps
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 
@@ -24,7 +25,7 @@ from wf_diffusers.cuts import Cut, Family, find_modules
 from wf_diffusers.refused import refuse_cache, refuse_call
 from wf_diffusers.samples import (
     join,
-    leave_out_ones,
+    leave_out_unused,
     lengths_differ,
     samples_of,
     take_off_padding,
@@ -59,6 +60,11 @@ class TransformerHooks:
             model.register_forward_pre_hook(self._before_model, with_kwargs=True),
             *(self._register_cut(module, cut) for module, cut in modules),
         )
+        for module in (m for path in self.family.whole for m in find_modules(model, path)):
+            self.handle.hooks(
+                module.register_forward_pre_hook(self._before_whole),
+                module.register_forward_hook(self._after_whole),
+            )
         self.handle.undo.callback(self._hook_gathered, [])
         self._hook_gathered(self._find_gathered(model))
 
@@ -81,7 +87,7 @@ class TransformerHooks:
         self._layout, self._called = (), True
         if (wanted := self._find_gathered(model)) != list(self._gathered):  # adapters came or went
             self._hook_gathered(wanted)
-        leave_out_ones(arguments, self.family)
+        leave_out_unused(arguments, self.family)
         if self.sp.size > 1:
             refuse_call(model, arguments, self.family)
             with self.handle.advising():
@@ -154,19 +160,31 @@ class TransformerHooks:
         return layouts[-len(cut.streams) :]
 
     @eager
-    def _gather(self, _: nn.Module, __: Any, rows: Tensor) -> Tensor:
-        if not self._layout or not self._called:
+    def _gather(self, _: nn.Module, __: Any, output: Any) -> Any:
+        recomputed = torch._C._current_graph_task_id() >= 0  # in a backward, after the call
+        if not self._layout or not (self._called or recomputed):
             raise NotImplementedError(
                 "the first block of the model did not run in this call, where its tokens are cut: "
                 "do not skip it. Or model.forward(...) was called in place of model(...), past the "
                 "hooks, or a copy of an attached model: attach the copy of a model that is not"
             )
         self._called = False
-        return gather_rows(self.sp, self._layout, 1, rows, lambda grad, _: grad * self.sp.size)
+        rows, *rest = output if isinstance(output, tuple) else (output,)
+        whole = gather_rows(self.sp, self._layout, 1, rows, lambda grad, _: grad * self.sp.size)
+        return (whole, *rest) if rest else whole
 
     @eager
     def _gather_inside(self, _: nn.Module, __: Any, rows: Tensor) -> Tensor:
         return gather_rows(self.sp, self._layout, 1, rows, partial(sum_on_all_ranks, self.sp.comm))
+
+    @eager
+    def _before_whole(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        rows, *rest = args
+        return (self._gather_inside(module, args, rows), *rest)
+
+    @eager
+    def _after_whole(self, _: nn.Module, __: Any, whole: Tensor) -> Tensor:
+        return take_rows(self.sp, self._layout, 1, whole)
 
 
 def _leaves(arguments: Arguments) -> Arguments:
@@ -186,7 +204,8 @@ def _is_for_all_tokens(value: Any, cut: Cut) -> bool:
 def _get_argument(arguments: Arguments, path: str) -> Any:
     """Return an argument ("name"), or an item of an argument that is a tuple ("name.1")."""
     name, _, index = path.partition(".")
-    return arguments[name][int(index)] if index else arguments.get(name)
+    value = arguments.get(name)
+    return value[int(index)] if index and value is not None else value
 
 
 def _set_argument(arguments: Arguments, path: str, value: Any) -> None:
@@ -216,6 +235,8 @@ def stream_layouts(
     Raises:
         ValueError: if there are too few tokens, or the layout follows from documents.
     """
+    if len(lengths) == 1:
+        return [_layout_between(_stops(sp, lengths[0]))]
     total = sum(lengths)
     stops = _stops(sp, total)
     if last_attends_alone:
@@ -224,8 +245,7 @@ def stream_layouts(
     else:
         first_stops = [stop * lengths[0] // total for stop in stops]
         second_stops = [stop - first for stop, first in zip(stops, first_stops, strict=True)]
-    layouts = [_layout_between(first_stops), _layout_between(second_stops)]
-    return layouts[: len(lengths)]
+    return [_layout_between(first_stops), _layout_between(second_stops)]
 
 
 def _stops(sp: SequenceParallel, length: int) -> list[int]:

@@ -26,6 +26,18 @@ HOOKS: Mapping[str, str] = MappingProxyType(
 )
 """How the names of hooks of diffusers begin that are not supported, and why."""
 
+MODELS: Mapping[str, str] = MappingProxyType(
+    {
+        "BriaFibo": "its text is in two halves, of which every block takes another second one",
+        "HiDreamImage": "its text is in three parts, of which every block takes another third one",
+        "Latte": "it attends over frames and over places in turn: docs/dsp.md splits that",
+        "OmniGen": "its text sees earlier tokens only, by a mask of all tokens",
+        "QwenImage21": "its text and the images given see earlier tokens only",
+        "Sana": "linear attention sums over all tokens, and convolutions mix neighbouring ones",
+    }
+)
+"""How the names of models begin that cannot be split as the others are, and why."""
+
 
 def refuse_call(model: nn.Module, arguments: Mapping[str, Any], family: Family) -> None:
     """Refuse a call of which a rank cannot compute its part.

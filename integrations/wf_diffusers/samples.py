@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, cat
@@ -61,11 +60,13 @@ def take_off_padding(arguments: Arguments, family: Family) -> None:
                 arguments[name] = arguments[name][:, :length]
 
 
-def leave_out_ones(arguments: Arguments, family: Family) -> None:
-    """Set refused masks to None that hide nothing: those of ones."""
+def leave_out_unused(arguments: Arguments, family: Family) -> None:
+    """Set refused arguments to None that change nothing: masks of ones, caches that are skipped."""
     for name, _ in family.refused:
-        mask = arguments.get(name)
-        if name.endswith("attention_mask") and isinstance(mask, Tensor) and (mask == 1).all():
+        value = arguments.get(name)
+        is_mask = name.endswith("attention_mask") and isinstance(value, Tensor)
+        modes = {cache.mode for cache in getattr(value, "caches", ())}
+        if (is_mask and (value == 1).all()) or (modes and modes <= {None, "skip"}):
             arguments[name] = None
 
 
@@ -79,11 +80,12 @@ def _sample_of(arguments: Mapping[str, Any], family: Family, i: int, samples: in
     def take(x: Tensor) -> Tensor:
         return x[i : i + 1] if x.dim() and len(x) == samples else x
 
-    tensors = partial(tree_map_only, Tensor, take)
-    return {
-        name: value[i : i + 1] if name in family.lists and value is not None else tensors(value)
-        for name, value in arguments.items()
-    }
+    def of_sample(name: str, value: Any) -> Any:
+        if name.startswith(family.shared) or value is None:
+            return value
+        return value[i : i + 1] if name in family.lists else tree_map_only(Tensor, take, value)
+
+    return {name: of_sample(name, value) for name, value in arguments.items()}
 
 
 def join(outputs: Sequence[Any]) -> Any:

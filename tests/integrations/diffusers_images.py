@@ -176,7 +176,7 @@ def qwen_image(text: int = 5) -> tuple[Any, dict[str, Any]]:
     return model, kwargs
 
 
-def qwen_image_edit() -> tuple[Any, dict[str, Any]]:
+def qwen_image_edit(**config: Any) -> tuple[Any, dict[str, Any]]:
     """4 x 4 of image, 2 x 2 of a condition at timestep 0; 5 tokens of text, and 2 of padding."""
     model = diffusers.QwenImageTransformer2DModel(
         **WIDTH,
@@ -186,7 +186,7 @@ def qwen_image_edit() -> tuple[Any, dict[str, Any]]:
         num_layers=2,
         joint_attention_dim=24,
         axes_dims_rope=(4, 6, 6),
-        zero_cond_t=True,
+        **config or {"zero_cond_t": True},
     )
     return model, {
         "hidden_states": randn(2, 20, 4),
@@ -195,6 +195,13 @@ def qwen_image_edit() -> tuple[Any, dict[str, Any]]:
         "timestep": torch.tensor([0.3, 0.6]).double(),
         "img_shapes": [[(1, 4, 4), (1, 2, 2)]] * 2,
     }
+
+
+def qwen_image_layered() -> tuple[Any, dict[str, Any]]:
+    """Two layers, and a condition."""
+    model, kwargs = qwen_image_edit(use_layer3d_rope=True, use_additional_t_cond=True)
+    layers = {"img_shapes": [[(1, 2, 4), (1, 2, 4), (1, 2, 2)]] * 2}
+    return model, kwargs | layers | {"additional_t_cond": torch.tensor([0, 1])}
 
 
 def hunyuan_image() -> tuple[Any, dict[str, Any]]:

@@ -9,6 +9,7 @@ import diffusers
 import torch
 
 from tests.integrations import diffusers_images as images
+from tests.integrations import diffusers_other_models as others
 from tests.integrations import diffusers_videos as videos
 
 FAMILIES = {
@@ -41,6 +42,15 @@ FAMILIES = {
         images.sd3, block_controlnet_hidden_states=[images.randn(2, 9, 32)] * 2
     ),
 }
+FAMILIES |= {
+    "allegro": others.allegro,
+    "cogview3plus": others.cogview3plus,
+    "cogview4": others.cogview4,
+    "easyanimate": others.easyanimate,
+    "framepack": others.framepack,
+    "framepack_of_one": others.framepack_of_one,
+    "hunyuan_dit": others.hunyuan_dit,
+}
 if hasattr(diffusers, "Flux2Transformer2DModel"):  # since 0.36
     FAMILIES["flux2"] = images.flux2
 if hasattr(diffusers, "ZImageTransformer2DModel"):
@@ -50,6 +60,10 @@ if hasattr(diffusers, "ZImageTransformer2DModel"):
     FAMILIES["ltx2_by_token"] = videos.ltx2_by_token
     FAMILIES |= {
         "chronoedit": videos.chronoedit,
+        "glm_image": others.glm_image,
+        "kandinsky5": others.kandinsky5,
+        "prx": others.prx,
+        "wan_animate": others.wan_animate,
         "bria": images.like_flux("BriaTransformer2DModel", axes_dims_rope=[4, 6, 6]),
         "ovis": images.like_flux("OvisImageTransformer2DModel", axes_dims_rope=(4, 6, 6)),
         "longcat": images.like_flux(
@@ -57,6 +71,7 @@ if hasattr(diffusers, "ZImageTransformer2DModel"):
         ),
     }
     FAMILIES["qwen_image_edit"] = images.qwen_image_edit
+    FAMILIES["qwen_image_layered"] = images.qwen_image_layered
     FAMILIES["qwen_control"] = images.with_residuals(
         images.qwen_image, controlnet_block_samples=[images.randn(1, 16, 32)]
     )
@@ -66,6 +81,7 @@ if hasattr(diffusers, "ZImageTransformer2DModel"):
 
 MASK = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0]])
 TWO_TEXTS = {
+    "framepack": images.with_residuals(others.framepack, encoder_attention_mask=MASK),
     "hunyuan_video": images.with_residuals(videos.hunyuan_video, encoder_attention_mask=MASK),
     "lumina2": images.with_residuals(images.lumina2, encoder_attention_mask=MASK),
     "mochi": images.with_residuals(videos.mochi, encoder_attention_mask=MASK.bool()),
@@ -78,6 +94,9 @@ if "z_image" in FAMILIES:
         ),
         "hunyuan_video15": images.with_residuals(
             videos.hunyuan_video15, encoder_attention_mask=MASK[:, 1:]
+        ),
+        "prx": images.with_residuals(
+            others.prx, attention_mask=torch.arange(9) < torch.tensor([[8], [9]])
         ),
         "qwen_image_edit": images.with_residuals(
             images.qwen_image_edit, encoder_hidden_states_mask=MASK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from diffusers.hooks.smoothed_energy_guidance_utils import (  # noqa: E402
 
 import wf_diffusers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
-from tests.integrations.diffusers_models import TWO_TEXTS, build  # noqa: E402
+from tests.integrations.diffusers_models import FAMILIES, TWO_TEXTS, build  # noqa: E402
 from tests.integrations.transformers_models import sequence_parallel  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
 from wf_diffusers.attention import Attention  # noqa: E402
@@ -114,6 +115,24 @@ def test_a_cache_beside_texts_of_different_lengths_is_refused() -> None:
     assert_call_is_refused(models, NotImplementedError, "has a cache, and texts of different len")
 
 
+@pytest.mark.skipif("glm_image" not in FAMILIES, reason="diffusers before 0.37")
+def test_keys_of_given_images_are_refused_and_a_cache_that_is_skipped_is_not() -> None:
+    """The pipeline of GLM-Image always gives a cache."""
+    caches = SimpleNamespace(caches=[SimpleNamespace(mode=None)] * 2)
+    models = [build("glm_image") for _ in range(2)]
+
+    def run_rank(comm: Any) -> None:
+        model, kwargs = models[comm.rank]
+        with wf_diffusers.attach(model, sequence_parallel(comm)):
+            expected = model(**kwargs).sample
+            assert torch.equal(model(**kwargs, kv_caches=caches).sample, expected)
+
+    run_threads(2, run_rank)
+    for _, kwargs in models:
+        kwargs["kv_caches"] = SimpleNamespace(caches=[SimpleNamespace(mode="read")] * 2)
+    assert_call_is_refused(models, NotImplementedError, "keys of other images")
+
+
 def test_parallelism_of_diffusers_itself_is_refused() -> None:
     models = [build("flux") for _ in range(2)]
     for model, _ in models:
@@ -171,6 +190,9 @@ def test_rotary_embeddings_that_differ_between_ranks_are_refused() -> None:
 def test_a_model_of_an_unknown_class_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="Linear is none of the models .* Flux"):
         wf_diffusers.attach(torch.nn.Linear(2, 2), one_rank())
+    sana = diffusers.SanaTransformer2DModel(num_layers=0, num_attention_heads=1)
+    with pytest.raises(NotImplementedError, match=r"Sana.* \(linear attention sums .*\): .*Flux"):
+        wf_diffusers.attach(sana, one_rank())
 
 
 def test_a_model_that_is_attached_already_is_refused() -> None:

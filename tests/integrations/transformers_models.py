@@ -129,15 +129,18 @@ def assert_close(actual: Any, expected: Tensor, name: str) -> None:
 
 
 def stay_in_float64(monkeypatch: Any) -> None:
-    """Casts to float32 leave float64 tensors as they are, in all threads and in backwards too.
+    """Casts to float32 and bfloat16 leave float64 tensors as they are, in all threads and
+    backwards.
 
-    Some models compute in float32 whatever their dtype. Each rank would round its part of a
+    Some models compute in these whatever their dtype. Each rank would round its part of a
     gradient, and the sum of the parts would differ from the gradient of one device.
     """
     as_float, to, as_type = Tensor.float, Tensor.to, Tensor.type
 
     def narrows(x: Tensor, *args: Any, **kwargs: Any) -> bool:
-        return x.dtype == torch.float64 and torch.float32 in (*args, kwargs.get("dtype"))
+        given = (*args, kwargs.get("dtype"))
+        narrow = torch.float32 in given or torch.bfloat16 in given
+        return x.dtype == torch.float64 and narrow
 
     def float_(x: Tensor) -> Tensor:
         return as_float(x) if x.dtype == torch.float32 else x.double()
