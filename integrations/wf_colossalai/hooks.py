@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from wf_backends.parallel import count_valid
 from wf_colossalai.sequence import plain
 from wf_transformers import Handle, WholeBatchHooks, mask_arguments, outermost
-from wf_transformers.whole_batches.call import Call
+from wf_transformers.whole_batches.call import BatchCall
 from wf_transformers.whole_batches.custom_loss import INPUTS, custom_loss_reason
 
 BATCH_KEYS = (*INPUTS, "labels")
@@ -82,7 +82,7 @@ class TokenHooks(WholeBatchHooks):
         self._call = None  # a pipeline stage before the last: there are no logits
         return None
 
-    def _share(self, model: nn.Module, logits: Tensor, call: Call) -> Tensor:
+    def _share(self, model: nn.Module, logits: Tensor, call: BatchCall) -> Tensor:
         """Do what the base class does; `logits` may be a tensor-parallel rank's columns."""
         labels, vocab_size = call.local["labels"], _split_vocab_size(model, logits)
         if self._tensor_parallel is None or vocab_size is None:

@@ -18,7 +18,7 @@ from wf_transformers.attention.function import as_autocast
 BACKEND = "_attention_backend"  # attribute of processors that use diffusers' registry of backends
 
 
-class Attention:
+class TorchAttention:
     """`sp.attention` with the signature of torch's `scaled_dot_product_attention`."""
 
     def __init__(self, sp: SequenceParallel, masks_are_true: bool = False) -> None:
@@ -63,7 +63,7 @@ class Attention:
         return self.sp.attention(q, k, v, softmax_scale=scale, dropout_p=dropout_p).transpose(1, 2)
 
 
-def take_over(module: Any, attention: Attention, handle: Handle) -> None:
+def take_over(module: Any, attention: TorchAttention, handle: Handle) -> None:
     """Make an attention module call `attention` where diffusers' native backend calls torch's.
 
     Its forward raises a NotImplementedError if it calls neither.

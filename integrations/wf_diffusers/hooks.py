@@ -20,7 +20,7 @@ from wf_backends._compile import eager
 from wf_backends.comm import sum_on_all_ranks
 from wf_backends.runtime import gather_shards, linear_map, positions, take_shard
 from wf_backends.schedule import Layout, make_layout, size
-from wf_diffusers.attention import Attention, take_over
+from wf_diffusers.attention import TorchAttention, take_over
 from wf_diffusers.cuts import Cut, Family, find_modules
 from wf_diffusers.refused import refuse_cache, refuse_call
 from wf_diffusers.samples import (
@@ -42,7 +42,7 @@ class TransformerHooks:
 
     def __init__(self, model: nn.Module, family: Family, handle: Handle) -> None:
         self.family, self.handle, self.sp = family, handle, handle.sp
-        self.attention = Attention(handle.sp, family.masks_are_true)
+        self.attention = TorchAttention(handle.sp, family.masks_are_true)
         self._layout: Layout = ()
         self._called = False  # whether the hook of the model ran, which checks and prepares a call
         self._apart = False  # whether the call that follows computes one sample after the other

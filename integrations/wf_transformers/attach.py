@@ -34,7 +34,7 @@ from wf_transformers.families.media_features import hook_media
 from wf_transformers.families.media_table import language_model, media_of
 from wf_transformers.families.mixing import mixers_in, refuse_unspreadable, spread_mixers
 from wf_transformers.families.stacks import cut_inside, is_cut_inside, stacks_of
-from wf_transformers.families.table import LATENTS, REFUSED, changes_in, modules_without_registry
+from wf_transformers.families.table import MLA, REFUSED, changes_in, modules_without_registry
 from wf_transformers.handle import Handle
 from wf_transformers.memory.checkpoints import recompute_checkpoints_with_documents
 from wf_transformers.memory.tiles import recompute_with_documents
@@ -158,10 +158,10 @@ def send_latents(model: nn.Module, handle: Handle) -> None:
     Raises:
         ValueError: for a model without such layers, or whose attention is not over the ranks.
     """
-    layers = [(m, forward) for m in model.modules() if (forward := row_of(LATENTS, m))]
+    layers = [(m, forward) for m in model.modules() if (forward := row_of(MLA, m))]
     if not layers:
         raise ValueError(
-            f'"latents": true is for models with {" or ".join(LATENTS)} of transformers, and '
+            f'"latents": true is for models with {" or ".join(MLA)} of transformers, and '
             f"{type(model).__name__} has none: leave it out"
         )
     if not handle.attention.name:

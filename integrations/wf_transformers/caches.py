@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import cache_utils
 
-CACHES = ("EncoderDecoderCache", "DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer")
+CACHE_CLASSES = ("EncoderDecoderCache", "DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer")
 """Classes of caches, and of layers of text models: keys and values of all tokens, or of a window.
 A layer of another class stays one leaf; models with it cannot be captured."""
 
 
 def register_caches() -> None:
-    """Register how pytree flattens the classes of CACHES, unless it knows them."""
-    for name in CACHES:
+    """Register how pytree flattens the classes of CACHE_CLASSES, unless it knows them."""
+    for name in CACHE_CLASSES:
         cls = getattr(cache_utils, name, None)  # transformers 4 has no layers
         if cls is not None and cls not in pytree.SUPPORTED_NODES:
             pytree.register_pytree_node(

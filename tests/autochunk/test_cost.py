@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.autochunk.helpers import Lambda, attention_and_spectrum, flow_of
-from wf_backends.autochunk.cost import Cost, Rates, measure_rates
+from wf_backends.autochunk.cost import OperatorCost, Rates, measure_rates
 from wf_backends.autochunk.graph.capture import capture
 from wf_backends.autochunk.graph.memory import Effects, read_steps
 from wf_backends.autochunk.select import Search
@@ -20,7 +20,7 @@ RATES = Rates(2e-6, 1e11, 2.5e10, 1e10)
 
 
 def added_seconds(op: SlicedOperator, flops: int, num_slices: int, rates: Rates = RATES) -> float:
-    cost = Cost.estimate(op, flops, rates)
+    cost = OperatorCost.estimate(op, flops, rates)
     return cost.seconds(num_slices) - cost.seconds(1)
 
 
@@ -88,7 +88,7 @@ def test_slices_along_rows_copy_interleaved_matrices_each_time() -> None:
     product, flops = Einsum("bikc,bjkc->bijc").eval(), 2 * 64**3 * 128
     rates = Rates(5e-6, 5e10, 1e10, 1e10, interleaved_bytes_per_s=4e8)
     rows, channels = (flow_of(product, (x, x), dim).end for dim in (1, 3))
-    by_rows, by_channels = (Cost.estimate(op, flops, rates) for op in (rows, channels))
+    by_rows, by_channels = (OperatorCost.estimate(op, flops, rates) for op in (rows, channels))
     assert by_rows.seconds(64) > 64 * x.nbytes / 4e8
     assert by_channels.seconds(64) < 2 * by_channels.seconds(1)
 

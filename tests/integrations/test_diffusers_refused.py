@@ -23,7 +23,7 @@ from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.diffusers_models import FAMILIES, TWO_TEXTS, build  # noqa: E402
 from tests.integrations.transformers_models import sequence_parallel  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
-from wf_diffusers.attention import Attention  # noqa: E402
+from wf_diffusers.attention import TorchAttention  # noqa: E402
 
 ModelAndKwargs = tuple[Any, dict[str, Any]]
 
@@ -248,4 +248,4 @@ def test_processors_that_bypass_the_attention_registry_are_refused() -> None:
 def test_masks_are_refused(argument: dict[str, Any], message: str) -> None:
     q, k, v = (torch.ones(1, 2, 1, 8) for _ in range(3))
     with pytest.raises(NotImplementedError, match=message):
-        Attention(one_rank())(q, k, v, **argument)
+        TorchAttention(one_rank())(q, k, v, **argument)

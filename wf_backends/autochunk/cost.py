@@ -126,7 +126,7 @@ def _seconds(
 
 
 @dataclass(frozen=True)
-class Cost:
+class OperatorCost:
     """The time of an operator in slices, in seconds:
 
     num_slices * per_slice + max(arithmetic, sliced_traffic + num_slices * whole_traffic)
@@ -138,7 +138,7 @@ class Cost:
     per_slice: float  # launching, packing and copying
 
     @staticmethod
-    def estimate(op: SlicedOperator, flops: int, rates: Rates) -> Cost:
+    def estimate(op: SlicedOperator, flops: int, rates: Rates) -> OperatorCost:
         """Each slice of a product packs, or copies, the tensor that it needs whole; each slice of a
         convolution with a halo takes longer."""
         sliced_bytes, whole_bytes, per_slice = nbytes(op.node), 0, rates.launch_seconds
@@ -157,7 +157,7 @@ class Cost:
             per_slice += rates.convolution_seconds(max(weights))
         per_byte = 1 / rates.bytes_per_s
         traffic = sliced_bytes * per_byte, whole_bytes * per_byte
-        return Cost(flops / rates.flops_per_s, *traffic, per_slice)
+        return OperatorCost(flops / rates.flops_per_s, *traffic, per_slice)
 
     def seconds(self, num_slices: int) -> float:
         traffic = self.sliced_traffic + num_slices * self.whole_traffic

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from wf_backends.autochunk.graph import Step, Steps, layout, nbytes, profile
+from wf_backends.autochunk.graph import GraphStep, Steps, layout, nbytes, profile
 from wf_backends.autochunk.region import covered_rows, slice_length
 from wf_backends.autochunk.slicing import Flow, trace, view_base
 
@@ -132,7 +132,7 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
         allocates[graph.storages[flow.end.node][0]] -= nbytes(overwritten)
     reads = tuple({s: None for step in inner for s in step.reads if s not in allocated})
     order = [graph.steps[graph.position[node]] for node in (*before, *after)]
-    order.insert(len(before), Step(flow.end.node, reads, allocates))
+    order.insert(len(before), GraphStep(flow.end.node, reads, allocates))
     reused = graph.storages[overwritten] if overwritten else ()
     touched = {s for step in window for s in (*step.reads, *step.allocates)}
     kept = {s for s in touched if s in reused or graph.last_use.get(s, 0) > hi}

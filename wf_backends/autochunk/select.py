@@ -14,10 +14,10 @@ from functools import cache, partial
 
 from torch import fx
 
-from wf_backends.autochunk.cost import Cost, Rates
+from wf_backends.autochunk.cost import OperatorCost, Rates
 from wf_backends.autochunk.graph import (
     Copied,
-    Step,
+    GraphStep,
     Steps,
     arguments,
     nbytes,
@@ -33,7 +33,7 @@ NUM_PARTS = 5  # of the range of budgets that is tried again afterwards, from th
 
 
 @dataclass(frozen=True)
-class Choice:
+class Chosen:
     """The same candidate in identical layers, with its number of slices and the seconds that each
     of the layers takes longer.
 
@@ -65,7 +65,7 @@ class Selection:
     """Choices whose candidates do not overlap. `peak` is predicted, in bytes; `slowdown` is the
     added time as a share of the model's time."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[Chosen, ...]
     peak: int
     slowdown: float
 
@@ -84,7 +84,7 @@ class Search:
         self._signatures = [step.signature for step in steps.steps]
         self._candidates_at = cache(partial(candidates_at, steps))
         self._candidate_in = cache(partial(candidate_in, steps))
-        self._costs: dict[tuple[int, int], Cost] = {}
+        self._costs: dict[tuple[int, int], OperatorCost] = {}
         step_of = {step.signature: step for step in steps.steps}
         seconds_of = {signature: self._seconds(step) for signature, step in step_of.items()}
         self._graph_seconds = sum(seconds_of[signature] for signature in self._signatures)
@@ -135,7 +135,7 @@ class Search:
 
     def within_memory(self, budget: int) -> Selection:
         """The cheapest selection that fits `budget` bytes, or else the one of least memory."""
-        choices: list[Choice] = []
+        choices: list[Chosen] = []
         replaced: set[int] = set()  # steps for which overlapping choices were dropped
         while True:
             peaks = self._peaks(choices)
@@ -159,7 +159,7 @@ class Search:
         slowdown = (self._graph_seconds + added) / self._model_seconds - 1
         return Selection(tuple(choices), peak, max(0.0, slowdown))
 
-    def _peaks(self, choices: Sequence[Choice]) -> list[int]:
+    def _peaks(self, choices: Sequence[Chosen]) -> list[int]:
         """The live bytes at each step; of a candidate's steps only one counts, with their peak."""
         peaks = list(self.steps.peaks)
         for choice in choices:
@@ -172,13 +172,13 @@ class Search:
                 peaks[lo + step - candidate.lo] = peak
         return peaks
 
-    def _with_fewest_slices(self, choice: Choice, peak: int) -> Choice:
+    def _with_fewest_slices(self, choice: Chosen, peak: int) -> Chosen:
         """The choice with no more slices than `peak` needs, which another region may cause."""
         candidates = set(choice.layers.values())
         num_slices = max(c.slices_within(peak) or choice.num_slices for c in candidates)
-        return Choice(choice.layers, num_slices, self._added_seconds(choice.first, num_slices))
+        return Chosen(choice.layers, num_slices, self._added_seconds(choice.first, num_slices))
 
-    def _choose(self, step: int, budget: int, chosen: Sequence[Choice]) -> Choice | None:
+    def _choose(self, step: int, budget: int, chosen: Sequence[Chosen]) -> Chosen | None:
         """The cheapest candidate around a step that fits, or else the one of least memory."""
         candidates = self._candidates_at(step)
         free = [c for c in candidates if not any(other.overlaps(c.lo, c.hi) for other in chosen)]
@@ -187,10 +187,10 @@ class Search:
         if not fitting and free:
             smallest = min(free, key=lambda candidate: candidate.peak(candidate.max_slices))
             fitting = [(smallest, smallest.max_slices)]
-        choices = (Choice({c.lo: c}, n, self._added_seconds(c, n)) for c, n in fitting)
+        choices = (Chosen({c.lo: c}, n, self._added_seconds(c, n)) for c, n in fitting)
         return min(choices, key=lambda choice: choice.added_seconds, default=None)
 
-    def _cheaper(self, choice: Choice | None, step: int, budget: int) -> Choice | None:
+    def _cheaper(self, choice: Chosen | None, step: int, budget: int) -> Chosen | None:
         """The cheapest choice around a step that fits, also if it overlaps those made before; None
         if `choice` fits and takes no longer."""
         cheapest = self._choose(step, budget, ())
@@ -200,7 +200,7 @@ class Search:
             return cheapest
         return cheapest if cheapest.added_seconds < choice.added_seconds else None
 
-    def candidates(self, choice: Choice) -> list[Candidate]:
+    def candidates(self, choice: Chosen) -> list[Candidate]:
         """The candidates of a choice, each with the operators of its own layer."""
         dim, reach = choice.first.flow.end.dim, choice.first.num_steps
         found = (self._candidate_in(lo, lo + reach - 1, dim) for lo in choice.layers)
@@ -213,14 +213,14 @@ class Search:
         loop = num_slices * self._rates.slice_seconds
         return added + candidate.output_bytes / self._rates.bytes_per_s + loop
 
-    def _cost(self, op: SlicedOperator) -> Cost:
+    def _cost(self, op: SlicedOperator) -> OperatorCost:
         step = self.steps.steps[self.steps.position[op.node]]
         key = step.signature, op.dim
         if key not in self._costs:
-            self._costs[key] = Cost.estimate(op, step.flops, self._rates)
+            self._costs[key] = OperatorCost.estimate(op, step.flops, self._rates)
         return self._costs[key]
 
-    def _in_all_layers(self, choice: Choice, budget: int, chosen: Sequence[Choice]) -> Choice:
+    def _in_all_layers(self, choice: Chosen, budget: int, chosen: Sequence[Chosen]) -> Chosen:
         """The choice, with its candidate also in all other steps with the same operators that do
         not fit the budget."""
         first, layers = choice.first, dict(choice.layers)
@@ -246,7 +246,7 @@ class Search:
             return first
         return self._candidate_in(lo, hi, first.flow.end.dim)
 
-    def _seconds(self, step: Step) -> float:
+    def _seconds(self, step: GraphStep) -> float:
         """The predicted time of an operator that is not sliced."""
         rates = self._rates
         traffic = sum(map(nbytes, (step.node, *arguments(step.node)))) / rates.bytes_per_s

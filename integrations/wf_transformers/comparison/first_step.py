@@ -22,7 +22,7 @@ from wf_transformers.attention.documents import MASK_ARGUMENTS
 from wf_transformers.calls import LABELS, TOKENS, by_name, parameter_names, tokens_of
 from wf_transformers.comparison.changes import Changes
 from wf_transformers.comparison.random_batch import SAMPLES, random_tokens, short_seqlen
-from wf_transformers.comparison.runs import Call, Comparison
+from wf_transformers.comparison.runs import Comparison, ModelCall
 from wf_transformers.comparison.verify import Mode, as_before, compare, conclude, find_obstacle
 from wf_transformers.families.media_table import language_model
 from wf_transformers.families.stacks import stacks_of
@@ -62,7 +62,7 @@ class FirstStep:
         handle: Handle,
         arguments: Mapping[str, Any],
         whole_batches: bool = True,
-        call: Call | None = None,
+        call: ModelCall | None = None,
     ) -> None:
         """Compare on a few tokens of the first batch that has enough. Later calls do nothing.
 
@@ -104,7 +104,7 @@ class FirstStep:
         no_batch_reason: str,
         source: str,
         whole_batches: bool,
-        call: Call | None,
+        call: ModelCall | None,
     ) -> Comparison | None:
         """Compare the attached model, or one inside it; None if that is not possible.
 

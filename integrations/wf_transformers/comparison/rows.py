@@ -21,7 +21,7 @@ MISSING_TOKENS = (0, 1)  # tensors may lack a row for the last token, which has 
 FREQUENCIES = tuple(sqrt(prime) for prime in (2, 3, 5, 7, 11, 13))
 
 
-class Rows:
+class RankRows:
     """The rows of one rank of a batch.
 
     Args:

@@ -27,7 +27,7 @@ from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
 from wf_transformers.comparison.dropout import DropoutRecorder, restored_numpy
 from wf_transformers.comparison.gradients import gradients_of, is_partitioned, summary
-from wf_transformers.comparison.rows import Rows
+from wf_transformers.comparison.rows import RankRows
 from wf_transformers.families.media_table import media_modules
 from wf_transformers.families.stacks import is_cut_inside
 from wf_transformers.handle import Handle
@@ -39,7 +39,7 @@ MAX_KEPT_BYTES = 1 << 28  # of a part's module outputs; those of later modules a
 LOSS = "loss"
 
 Gather = Callable[[nn.Module], AbstractContextManager[Any]]
-Call = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
+ModelCall = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
 """(batch, whether the model is unattached) -> outputs."""
 Observer = Callable[[str, Any], None]
 """Called with the name and the output of a module."""
@@ -62,7 +62,7 @@ class Comparison:
         batch: Mapping[str, Any],
         whole_batches: bool = False,
         gather: Gather | None = None,
-        call: Call | None = None,
+        call: ModelCall | None = None,
     ) -> None:
         self.model, self.sp, self.batch, self._gather = model, sp, dict(batch), gather
         self._call = call
@@ -77,7 +77,7 @@ class Comparison:
         self.errors: list[tuple[str, float, float]] = []
         self.cut = self.uses_dropout = False
         whole_outputs = self.whole_batches and head_is_over_all_rows(model)
-        self._rows = Rows(sp, batch, uneven, whole_outputs)
+        self._rows = RankRows(sp, batch, uneven, whole_outputs)
         self._other_rows = {"experts", *media_modules(model)}
         """Modules and outputs whose rows on the part are not those of the part's tokens."""
         self._part_outputs: dict[str, list[Named]] = {}

@@ -183,7 +183,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 )
 """Attention modules that we cannot replace, or whose registry call has more, and why."""
 
-LATENTS: Mapping[str, Callable[..., Any]] = MappingProxyType({"DeepseekV3Attention": deepseek})
+MLA: Mapping[str, Callable[..., Any]] = MappingProxyType({"DeepseekV3Attention": deepseek})
 """Attention modules that can send latents instead of keys and values, and the forward that does.
 They use the registry: without `"latents": true` their own forward runs."""
 

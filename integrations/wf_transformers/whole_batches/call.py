@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BatchCall:
     """What the hook after the model must know about a call."""
 
     seqlen: int

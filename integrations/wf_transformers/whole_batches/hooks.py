@@ -42,7 +42,7 @@ from wf_transformers.whole_batches.arguments import (
     with_documents,
     with_slices,
 )
-from wf_transformers.whole_batches.call import Call
+from wf_transformers.whole_batches.call import BatchCall
 from wf_transformers.whole_batches.custom_loss import (
     FUSED,
     INPUTS,
@@ -92,7 +92,7 @@ class WholeBatchHooks:
         self._head: Head = head or ("causal" if self._media else head_of(model))
         self._names = argument_names(model)
         self._divides_by_items = all(map(divides_by_items, outermost(model)))
-        self._call: Call | None = None
+        self._call: BatchCall | None = None
         self._head_called = self._warned = False
         self._noise = WholeNoise()
         self._hooks: tuple[Any, ...] = ()
@@ -155,7 +155,7 @@ class WholeBatchHooks:
         local = self._shard(batch)
         num_items = None if custom_loss else others.pop("num_items_in_batch", None)
         num_items = num_items if fused_head or self._divides_by_items else None
-        self._call = Call(
+        self._call = BatchCall(
             seqlen, local, num_items, *logits_mode, fused_head, fused_loss, custom_loss
         )
         self.handle.attention.logits_are_whole, self._head_called = custom_loss, False
@@ -259,12 +259,12 @@ class WholeBatchHooks:
             raise NotImplementedError(PARTIAL_STATES)
         return output
 
-    def _whole(self, x: Tensor, call: Call) -> Tensor:
+    def _whole(self, x: Tensor, call: BatchCall) -> Tensor:
         """(b, s, ...) -> (b, S, ...): the rows of all ranks."""
         return whole_rows(self.handle.sp, x, call.seqlen, **mask_arguments(call.local))
 
     def _loss(
-        self, model: nn.Module, logits: Tensor, call: Call, aux_loss: Tensor | float = 0.0
+        self, model: nn.Module, logits: Tensor, call: BatchCall, aux_loss: Tensor | float = 0.0
     ) -> Tensor:
         """The loss of the batch plus `aux_loss`, the same on every rank of the group.
 
@@ -274,7 +274,7 @@ class WholeBatchHooks:
         size, share = self.handle.sp.size, self._share(model, logits, call) + aux_loss
         return self.handle.sp.sum_over_ranks(share) / size + (share - share.detach())
 
-    def _share(self, model: nn.Module, logits: Tensor, call: Call) -> Tensor:
+    def _share(self, model: nn.Module, logits: Tensor, call: BatchCall) -> Tensor:
         """This rank's share of the loss, times the number of ranks; float32 or wider.
 
         `call.num_items` may be set in evaluation too: the Trainer of transformers 5 counts valid

@@ -20,11 +20,11 @@ from torch import Tensor
 from wf_transformers.replace import set_until, temporarily_replace
 
 Function = Callable[..., Any]
-GROUPS = "wallfacer_groups"  # attribute of an Accelerator, or of the class: its `Groups`
+GROUPS = "wallfacer_groups"  # attribute of an Accelerator, or of the class: its `GroupSizes`
 
 
 @dataclass(frozen=True)
-class Groups:
+class GroupSizes:
     """Who needs the replaced methods of one Accelerator, or of the class.
 
     Attributes:
@@ -48,7 +48,7 @@ def counted_by_group(owner: Any, size: Callable[[], int]) -> Iterator[None]:
     Raises:
         ValueError: if they count groups of another size already (another model was connected).
     """
-    groups: Groups = getattr(owner, GROUPS, None) or _replace_methods(owner)
+    groups: GroupSizes = getattr(owner, GROUPS, None) or _replace_methods(owner)
     if groups.sizes and groups.sizes[0]() != size():
         raise ValueError(
             f"sequence_parallel_size {size()} beside {groups.sizes[0]()} of a model that was "
@@ -63,8 +63,8 @@ def counted_by_group(owner: Any, size: Callable[[], int]) -> Iterator[None]:
             groups.undo.close()
 
 
-def _replace_methods(owner: Any) -> Groups:
-    groups = Groups([], ExitStack())
+def _replace_methods(owner: Any) -> GroupSizes:
+    groups = GroupSizes([], ExitStack())
     set_until(groups.undo, owner, GROUPS, groups)
     for method, functions in FUNCTIONS.items():
         run = partial(_run, functions, groups.sizes)

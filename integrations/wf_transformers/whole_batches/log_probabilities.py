@@ -29,13 +29,13 @@ from wf_transformers.whole_batches.arguments import (
     mask_of_ones,
     seqlen_of,
 )
-from wf_transformers.whole_batches.call import Call
+from wf_transformers.whole_batches.call import BatchCall
 from wf_transformers.whole_batches.custom_loss import FUSED, has_fused_head
 from wf_transformers.whole_batches.hooks import WHOLE_LOGITS, WholeBatchHooks
 from wf_transformers.whole_batches.sharded_logits import (
     LocalStates,
-    Rows,
     ShardedLogits,
+    TokenRows,
     log_softmax_of,
     rolled,
 )
@@ -83,7 +83,7 @@ def _with_log_softmax(
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class WantedLogits:
     """The options of the running call."""
 
     starts: Tensor
@@ -104,7 +104,7 @@ class LogProbabilityHooks(WholeBatchHooks):
 
     whole_without_labels = False
     compares_first = False
-    _request: Request | None = None
+    _request: WantedLogits | None = None
 
     @eager
     def _before(
@@ -129,7 +129,9 @@ class LogProbabilityHooks(WholeBatchHooks):
         if counts_padding and isinstance(kwargs.get("position_ids"), Tensor):
             last = seqlen_of(arguments) - 1
             kwargs["position_ids"] = (kwargs["position_ids"] + starts[:, None]).clamp(max=last)
-        self._request = Request(starts, slice(-keep, None) if keep else slice(None), hidden_states)
+        self._request = WantedLogits(
+            starts, slice(-keep, None) if keep else slice(None), hidden_states
+        )
         return (), kwargs
 
     @eager
@@ -139,19 +141,19 @@ class LogProbabilityHooks(WholeBatchHooks):
         if request is None or call is None or call.fused_head:
             return output
         gather, cut = partial(self._whole, call=call), partial(self._local_rows, call=call)
-        rows = Rows(gather, cut, request.starts, call.seqlen)
+        rows = TokenRows(gather, cut, request.starts, call.seqlen)
         logits = ShardedLogits(output["logits"], rows, range(call.seqlen)[request.tokens])
         fields = dict(output) | {"logits": logits}
         if request.hidden_states:
             fields["hidden_states"] = LocalStates()
         return type(output)(**fields)
 
-    def _whole(self, x: Tensor, call: Call) -> Tensor:
+    def _whole(self, x: Tensor, call: BatchCall) -> Tensor:
         """The rows of all ranks; those of a fused head in the order of the caller's batch."""
         whole = super()._whole(x, call)
         return rolled(whole, -self._request.starts) if call.fused_head and self._request else whole
 
-    def _local_rows(self, x: Tensor, call: Call) -> Tensor:
+    def _local_rows(self, x: Tensor, call: BatchCall) -> Tensor:
         """(b, S) -> (b, s): this rank's rows."""
         sp, borders = self.handle.sp, call.local.get("cu_seqlens")
         padding = sp.size * seqlen_of(call.local) - call.seqlen

@@ -80,7 +80,7 @@ class LocalStates(Unusable):
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class TokenRows:
     """Which tokens of a batch are this rank's.
 
     Attributes:
@@ -116,7 +116,7 @@ class ShardedLogits(Unusable):
     """
 
     local: Tensor
-    rows: Rows
+    rows: TokenRows
     tokens: range
 
     @property

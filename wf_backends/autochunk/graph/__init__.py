@@ -31,7 +31,7 @@ from wf_backends.autochunk.graph.inputs import (
 from wf_backends.autochunk.graph.memory import (
     Effect,
     Effects,
-    Step,
+    GraphStep,
     Steps,
     arguments,
     profile,
@@ -53,7 +53,7 @@ __all__ = [
     "Copied",
     "Effect",
     "Effects",
-    "Step",
+    "GraphStep",
     "Steps",
     "StorageTracker",
     "Weight",

@@ -137,7 +137,7 @@ def submodule(node: fx.Node) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Step:
+class GraphStep:
     """One node of a graph and the storages that it uses.
 
     `reads` are the storages that it reads or returns views of; `allocates` are the bytes of each
@@ -158,7 +158,7 @@ class Steps:
 
     graph: fx.Graph
     effects: Effects
-    steps: list[Step]
+    steps: list[GraphStep]
     storages: dict[fx.Node, tuple[int, ...]]  # of each node's tensors
     storage_bytes: dict[int, int]  # of the storages that operators allocate
     outputs: frozenset[int]  # the storages that the graph returns
@@ -219,7 +219,7 @@ def read_steps(graph: fx.Graph, effects: Effects) -> Steps:
 
     A chunk region (`call_module`) has its effect in `meta["effect"]`.
     """
-    steps: list[Step] = []
+    steps: list[GraphStep] = []
     storages: dict[fx.Node, tuple[int, ...]] = {}
     storage_bytes: dict[int, int] = {}
     outputs: frozenset[int] = frozenset()
@@ -237,7 +237,7 @@ def read_steps(graph: fx.Graph, effects: Effects) -> Steps:
         new = tuple(allocates)
         storages[node] = tuple(reads[p] if p >= 0 else new[-1 - p] for p in effect.places)
         costs = effect.temporary, effect.flops, effect.signature
-        steps.append(Step(node, reads, allocates, *costs))
+        steps.append(GraphStep(node, reads, allocates, *costs))
     return Steps(graph, effects, steps, storages, storage_bytes, outputs)
 
 
@@ -248,13 +248,13 @@ def arguments(node: fx.Node) -> list[fx.Node]:
     return nodes
 
 
-def last_uses(steps: Sequence[Step]) -> dict[int, int]:
+def last_uses(steps: Sequence[GraphStep]) -> dict[int, int]:
     """The last step that reads or allocates each storage."""
     return {s: i for i, step in enumerate(steps) for s in (*step.allocates, *step.reads)}
 
 
 def live_bytes(
-    steps: Sequence[Step],
+    steps: Sequence[GraphStep],
     kept: Container[int],
     sizes: Mapping[int, int] | None = None,
     live: int = 0,
@@ -273,7 +273,7 @@ def live_bytes(
 
 
 def profile(
-    steps: Sequence[Step],
+    steps: Sequence[GraphStep],
     kept: Container[int],
     sizes: Mapping[int, int] | None = None,
     live: int = 0,

@@ -83,7 +83,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Slice:
+class RowSlice:
     """Rows [lo, hi) of dimension `dim` of the output of `call`, which a rule adds to `graph`.
 
     `args` and `kwargs` are the operator's, with nodes of `graph` that hold the rows it reads.
@@ -129,7 +129,7 @@ class Rule:
     """
 
     reads: Callable[[Call, int], Reads | None]
-    write: Callable[[Slice], fx.Node] = Slice.call_same
+    write: Callable[[RowSlice], fx.Node] = RowSlice.call_same
 
 
 Table = dict[Callable[..., Any], Rule]

@@ -30,8 +30,8 @@ from wf_backends.autochunk.slicing import (
 from wf_backends.autochunk.slicing.call import (
     Call,
     Rows,
+    RowSlice,
     Rule,
-    Slice,
     Table,
     aten,
     by_name,
@@ -121,7 +121,7 @@ def emit(
     """
     rule = rule_of(node.target)
     assert rule is not None, node
-    return rule.write(Slice(graph, Call.from_node(node), dim, *rows, tuple(args), kwargs))
+    return rule.write(RowSlice(graph, Call.from_node(node), dim, *rows, tuple(args), kwargs))
 
 
 @cache

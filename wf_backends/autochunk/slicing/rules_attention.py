@@ -11,8 +11,8 @@ from wf_backends.autochunk.slicing.call import (
     Call,
     Reads,
     Rows,
+    RowSlice,
     Rule,
-    Slice,
     Table,
     aten,
     broadcast,
@@ -52,7 +52,7 @@ def key_reads(size: tuple[int, ...], dim: int, call: Call, grouped: bool) -> Row
     return broadcast(size, dim, call.shape)
 
 
-def write_attention(slice_: Slice) -> fx.Node:
+def write_attention(slice_: RowSlice) -> fx.Node:
     """Attention of a slice; causal rows [lo, hi) get keys [0, hi) alone."""
     if not slice_.call["is_causal"] or len(slice_.call.shape) - slice_.dim != ROWS:
         return slice_.call_same()

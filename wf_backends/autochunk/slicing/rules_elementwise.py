@@ -9,8 +9,8 @@ from wf_backends.autochunk.slicing.call import (
     Call,
     Reads,
     Rows,
+    RowSlice,
     Rule,
-    Slice,
     Table,
     aten,
     axis,
@@ -38,7 +38,7 @@ def dropout(call: Call, dim: int) -> Reads | None:
     return None if call["train"] and call["p"] > 0 else {"input": Rows(dim)}
 
 
-def write_triangle(slice_: Slice) -> fx.Node:
+def write_triangle(slice_: RowSlice) -> fx.Node:
     """Shifts the diagonal right by the number of rows before the slice, or left by the columns."""
     from_end = len(slice_.call.shape) - slice_.dim
     shift = {2: slice_.lo, 1: -slice_.lo}.get(from_end, 0)

@@ -11,8 +11,8 @@ from wf_backends.autochunk.slicing.call import (
     Call,
     Reads,
     Rows,
+    RowSlice,
     Rule,
-    Slice,
     Table,
     aten,
     axis,
@@ -64,7 +64,7 @@ def narrow(call: Call, dim: int) -> Reads | None:
     return {"self": Rows(dim, before=-start, after=start)} if call.get("step", 1) == 1 else None
 
 
-def write_narrow(slice_: Slice) -> fx.Node:
+def write_narrow(slice_: RowSlice) -> fx.Node:
     """Along the operator's dimension the input of a slice has exactly its rows: takes all of it."""
     if slice_.dim != operator_dim(slice_.call):
         return slice_.call_same()
@@ -129,7 +129,7 @@ def pad(call: Call, dim: int) -> Reads | None:
     return {"self": Rows(dim, before=before, after=-before)}
 
 
-def write_pad(slice_: Slice) -> fx.Node:
+def write_pad(slice_: RowSlice) -> fx.Node:
     """Adds only the padding that lies in the slice."""
     pad, position = list(slice_.call["pad"]), 2 * (len(slice_.call.shape) - 1 - slice_.dim)
     if position < len(pad):

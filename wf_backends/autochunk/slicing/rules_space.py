@@ -17,8 +17,8 @@ from wf_backends.autochunk.slicing.call import (
     Call,
     Reads,
     Rows,
+    RowSlice,
     Rule,
-    Slice,
     Table,
     aten,
     same_rows,
@@ -77,7 +77,9 @@ def pool_windows(call: Call, num_dims: int) -> list[Rows] | None:
     )
 
 
-def padded_arguments(slice_: Slice, name: str, windows: list[Rows], fill: float) -> dict[str, Any]:
+def padded_arguments(
+    slice_: RowSlice, name: str, windows: list[Rows], fill: float
+) -> dict[str, Any]:
     """The arguments that a slice along space changes: `padding`, and the input `name`, which is
     padded with `fill` first if the slice needs more padding on one side than on the other."""
     from_end = len(slice_.call.shape) - slice_.dim
@@ -112,7 +114,7 @@ def convolution(call: Call, dim: int) -> Reads | None:
     return None if windows is None else {"input": windows[dim - len(call.shape)]}
 
 
-def write_convolution(slice_: Slice) -> fx.Node:
+def write_convolution(slice_: RowSlice) -> fx.Node:
     if not is_space(slice_.call, slice_.dim, len(slice_.call.size("weight")) - 2):
         return slice_.call_same()
     windows = conv_windows(slice_.call)
@@ -136,7 +138,7 @@ def pool(num_dims: int, fill: float) -> Rule:
         windows = pool_windows(call, num_dims)
         return None if windows is None else {"self": windows[dim - len(call.shape)]}
 
-    def write(slice_: Slice) -> fx.Node:
+    def write(slice_: RowSlice) -> fx.Node:
         windows = pool_windows(slice_.call, num_dims)
         if windows is None or not is_space(slice_.call, slice_.dim, num_dims):
             return slice_.call_same()
@@ -158,7 +160,7 @@ def nearest(call: Call, dim: int) -> Reads | None:
     return {first: Rows(dim, Fraction(1, factor))}
 
 
-def write_nearest(slice_: Slice) -> fx.Node:
+def write_nearest(slice_: RowSlice) -> fx.Node:
     """Scales stay: a scale of another dimension need not be the ratio of its sizes."""
     if slice_.call.get("scale_factors"):
         return slice_.call_same()

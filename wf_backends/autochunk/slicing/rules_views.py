@@ -12,9 +12,9 @@ from wf_backends.autochunk.slicing.call import (
     Call,
     Reads,
     Rows,
+    RowSlice,
     Rule,
     Shape,
-    Slice,
     Table,
     aten,
     axis,
@@ -56,7 +56,7 @@ def reshape(call: Call, dim: int) -> Reads | None:
     return None
 
 
-def write_reshape(slice_: Slice) -> fx.Node:
+def write_reshape(slice_: RowSlice) -> fx.Node:
     """Calls `reshape` instead of `view`: a slice may have strides of which no view is possible."""
     return slice_.call_function(aten.reshape.default, slice_.arguments["self"], slice_.shape)
 
@@ -72,7 +72,7 @@ def expand(call: Call, dim: int) -> Reads:
     return {"self": broadcast(call.size("self"), dim, call.shape)}
 
 
-def write_expand(slice_: Slice) -> fx.Node:
+def write_expand(slice_: RowSlice) -> fx.Node:
     return slice_.call_function(aten.expand.default, slice_.arguments["self"], slice_.shape)
 
 
@@ -81,7 +81,7 @@ def fill(call: Call, dim: int) -> Reads:
     return {}
 
 
-def write_size(slice_: Slice) -> fx.Node:
+def write_size(slice_: RowSlice) -> fx.Node:
     return slice_.call_same(size=slice_.shape)
 
 
@@ -93,7 +93,7 @@ def repeat(call: Call, dim: int) -> Reads | None:
     return {"self": Rows(input_dim)} if call["repeats"][dim] == 1 else None
 
 
-def write_repeat(slice_: Slice) -> fx.Node:
+def write_repeat(slice_: RowSlice) -> fx.Node:
     repeats = list(slice_.call["repeats"])
     if repeats[slice_.dim] > 1:
         repeats[slice_.dim] = slice_.hi - slice_.lo
@@ -112,7 +112,7 @@ def repeat_interleave(call: Call, dim: int) -> Reads | None:
     return {"self": Rows(dim, Fraction(1, repeats))}
 
 
-def write_repeat_interleave(slice_: Slice) -> fx.Node:
+def write_repeat_interleave(slice_: RowSlice) -> fx.Node:
     return slice_.call_same(output_size=None)
 
 
