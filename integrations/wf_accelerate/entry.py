@@ -20,13 +20,7 @@ from wf_transformers import (
     WholeBatchHooks,
     attach_compared,
     attach_model,
-    compared_first,
     counted_by_group,
-    counted_once,
-    drawing_alike,
-    gathered_once,
-    inner_loss_counted_once,
-    loss_only,
     outermost,
     refuse_different,
     temporarily_replace,
@@ -38,6 +32,7 @@ from wf_transformers.whole_batches.log_probabilities import (
     Rollout,
     makes_log_probabilities,
 )
+from wf_transformers.whole_batches.trainer import TRAINER_METHODS, inner_loss_counted_once
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -202,22 +197,19 @@ def _replace_steps(trainer: Trainer, handle: Handle) -> None:
     """Replace methods of transformers' Trainer, except those that a subclass overrides."""
     from transformers.trainer import Trainer
 
-    steps = {"prediction_step": loss_only, "compute_loss": partial(counted_once, trainer)}
-    own = [name for name in steps if getattr(type(trainer), name, None) != getattr(Trainer, name)]
+    names = ("prediction_step", "compute_loss")
+    own = [name for name in names if getattr(type(trainer), name, None) != getattr(Trainer, name)]
     if _is_sft_of_logits(trainer):
         own.remove("compute_loss")
-    steps = {name: step for name, step in steps.items() if name not in own}
+    steps = {name: step for name, step in TRAINER_METHODS.items() if name not in own}
     if "compute_loss" in own:
-        steps |= dict.fromkeys(INNER_LOSSES, partial(inner_loss_counted_once, trainer))
+        steps |= dict.fromkeys(INNER_LOSSES, inner_loss_counted_once)
     for name, step in steps.items():
         if getattr(trainer, name, None) is not None:
-            handle.undo.enter_context(temporarily_replace(trainer, name, step))
+            replaced = temporarily_replace(trainer, name, partial(step, trainer))
+            handle.undo.enter_context(replaced)
     if not hasattr(trainer.model, OPERATIONS):  # in transformers 5 the Trainer counts operations
         handle.share_operations(trainer)
-    loops = {"training_step": compared_first, "evaluation_loop": gathered_once}
-    for name, step in (loops | {"_load_rng_state": drawing_alike}).items():
-        replaced = temporarily_replace(trainer, name, partial(step, trainer))
-        handle.undo.enter_context(replaced)
 
 
 def _refuse_accelerator(accelerator: Accelerator, trl: TrlTrainer | None) -> None:

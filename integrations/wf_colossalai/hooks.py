@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from wf_backends.parallel import count_valid
 from wf_colossalai.sequence import plain
 from wf_transformers import Handle, WholeBatchHooks, mask_arguments, outermost
-from wf_transformers.whole_batches.call import BatchCall
+from wf_transformers.whole_batches.arguments import BatchCall, WhichLogits
 from wf_transformers.whole_batches.custom_loss import INPUTS, custom_loss_reason
 
 BATCH_KEYS = (*INPUTS, "labels")
@@ -45,10 +45,10 @@ class TokenHooks(WholeBatchHooks):
         super().__init__(model, handle, head="causal" if causal else "masked")
         self._tensor_parallel = tensor_parallel
 
-    def _logits_mode(self, asked: bool | None, trains: bool, labelled: bool) -> tuple[bool, bool]:
+    def _which_logits(self, asked: bool | None, trains: bool, labelled: bool) -> WhichLogits:
         """What the base class says; GeminiDDP.eval() reaches the model's children alone."""
         trains = trains and any(child.training for child in self.model.children())
-        return super()._logits_mode(asked, trains, labelled)
+        return super()._which_logits(asked, trains, labelled)
 
     def _cut_arguments(self, arguments: dict[str, Any], seqlen: int) -> dict[str, Any]:
         """Select by name: hidden states from the previous pipeline stage are already cut."""

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import hjson
 
 from wf_backends import SequenceParallelConfig, dsp
+from wf_backends._validation import without_duplicates
 from wf_backends.dsp import Stages
 from wf_backends.parallel import key_hint
 from wf_transformers import MODEL_KEYS, ModelOptions
@@ -85,7 +86,7 @@ def load_config(config: Any) -> dict[str, Any]:
 def _parse(data: bytes, what: str) -> dict[str, Any]:
     """The object in a JSON; errors begin with `what`, the name of its source."""
     try:
-        parsed = hjson.loads(data.decode(), object_pairs_hook=_refuse_duplicates)
+        parsed = hjson.loads(data.decode(), object_pairs_hook=without_duplicates)
     except UnicodeDecodeError as error:
         raise ValueError(f"{what} must be UTF-8: {error}") from None
     except RecursionError:
@@ -94,16 +95,6 @@ def _parse(data: bytes, what: str) -> dict[str, Any]:
         raise ValueError(f"{what} is no JSON that DeepSpeed takes: {error}") from None
     if not isinstance(parsed, dict):
         raise ValueError(f"{what} must hold an object {{...}}, got {short(parsed)}")
-    return parsed
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The dict of a JSON object; ValueError if a key is given twice."""
-    parsed = dict(pairs)
-    for key in parsed:
-        values = [value for name, value in pairs if name == key]
-        if len(values) > 1:
-            raise ValueError(f'key "{key}" is given {len(values)} times: {short(values)}')
     return parsed
 
 

@@ -14,7 +14,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import deepspeed
@@ -22,26 +21,8 @@ import torch.distributed as dist
 
 from wf_deepspeed.config import BATCH_KEYS, KEY, load_config, read_block
 from wf_deepspeed.entry import CONFIG_ARGUMENTS, find_config, initialize_with
-from wf_transformers import (
-    WholeBatchHooks,
-    compared_first,
-    counted_by_group,
-    counted_once,
-    drawing_alike,
-    gathered_once,
-    loss_only,
-    temporarily_replace,
-)
-
-TRAINER_METHODS = MappingProxyType(
-    {
-        "compute_loss": counted_once,
-        "training_step": compared_first,
-        "evaluation_loop": gathered_once,
-        "_load_rng_state": drawing_alike,
-    }
-)
-"""Methods of transformers' Trainer, and what replaces them."""
+from wf_transformers import WholeBatchHooks, counted_by_group, temporarily_replace
+from wf_transformers.whole_batches.trainer import TRAINER_METHODS
 
 
 @contextmanager
@@ -74,12 +55,10 @@ def _initialize(
         WholeBatchHooks(engine.module, engine.wallfacer)
         if "transformers.trainer" in sys.modules:  # the script uses the Trainer
             trainer_class = sys.modules["transformers.trainer"].Trainer
-            replace = functools.partial(temporarily_replace, trainer_class)
-            stack.enter_context(replace("prediction_step", loss_only))
             if not hasattr(trainer_class.compute_loss, "__wrapped__"):  # by an earlier engine
                 for name, function in TRAINER_METHODS.items():
                     by_class = functools.partial(_on_class, function)
-                    stack.enter_context(replace(name, by_class))
+                    stack.enter_context(temporarily_replace(trainer_class, name, by_class))
     return engine, optimizer, loader, scheduler
 
 

@@ -14,44 +14,32 @@ from wf_transformers.attach import (
     scope_documents,
     without_documents,
 )
-from wf_transformers.attention.documents import MASK_ARGUMENTS
 from wf_transformers.attention.registry import register
 from wf_transformers.batch import forward_kwargs
-from wf_transformers.comparison.verify import VERIFY, verify
+from wf_transformers.comparison.verify import verify
 from wf_transformers.entry import apply, attach, attach_model, connect
 from wf_transformers.families.media import shard_media
 from wf_transformers.families.stacks import shard_between
 from wf_transformers.folders.load import model_from_folder
 from wf_transformers.generation import ShardedCache, generate
 from wf_transformers.handle import Handle, data_parallel
-from wf_transformers.memory.checkpoints import CHECKPOINTING, Checkpointing
+from wf_transformers.memory.checkpoints import Checkpointing
 from wf_transformers.memory.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
 from wf_transformers.models import head_of, outermost
 from wf_transformers.options import MODEL_KEYS, ModelOptions, attach_by, attach_compared
 from wf_transformers.replace import InPlaceOfTorchAttention, temporarily_replace
 from wf_transformers.whole_batches.hooks import WholeBatchHooks
 from wf_transformers.whole_batches.loaders import counted_by_group
-from wf_transformers.whole_batches.trainer import (
-    compared_first,
-    counted_once,
-    drawing_alike,
-    gathered_once,
-    inner_loss_counted_once,
-    loss_only,
-)
 
 __all__ = [
     "AUTOCHUNK",
-    "CHECKPOINTING",
     "Checkpointing",
     "Handle",
     "InPlaceOfTorchAttention",
-    "MASK_ARGUMENTS",
     "MODEL_KEYS",
     "ModelOptions",
     "ShardedCache",
     "TrainingBudget",
-    "VERIFY",
     "WholeBatchHooks",
     "apply",
     "apply_tiles",
@@ -61,18 +49,12 @@ __all__ = [
     "attach_model",
     "attach_pretrained",
     "attach_stages",
-    "compared_first",
     "connect",
     "counted_by_group",
-    "counted_once",
     "data_parallel",
-    "drawing_alike",
     "forward_kwargs",
-    "gathered_once",
     "generate",
     "head_of",
-    "inner_loss_counted_once",
-    "loss_only",
     "mask_arguments",
     "model_from_folder",
     "outermost",

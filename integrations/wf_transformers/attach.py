@@ -20,6 +20,7 @@ from wf_transformers.attention.registry import register_free, registered_for
 from wf_transformers.calls import (
     NOT_LOCAL,
     TOKENS,
+    Kwargs,
     by_name,
     parameter_names,
     refuse_call,
@@ -48,8 +49,6 @@ from wf_transformers.models import (
 from wf_transformers.replace import run_hooks_inside_peft
 from wf_transformers.rng import RankRng
 from wf_transformers.tensor_parallel import check_tensor_parallel
-
-Kwargs = dict[str, Any]
 
 NEVER = ("output_attentions", "head_mask")
 """Arguments of calls that attention does not support. ViT gives it a head mask as its mask."""
@@ -138,13 +137,13 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
 
 def _seed_by_rank(model: nn.Module, handle: Handle) -> None:
     """Give every rank its own random state in training forwards, so that dropout masks differ."""
-    rng, names = RankRng(handle.sp.rank), parameter_names(model)
+    rng, names = RankRng(handle.sp), parameter_names(model)
 
     @eager
     def enter(called: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
         tokens = tokens_of(by_name(names, args, kwargs))
         if tokens is not None and model not in handle.attention.cut_by_heads:
-            rng.enter_for(called, handle.sp, tokens.device)
+            rng.enter(called, tokens.device)
 
     handle.hooks(
         model.register_forward_pre_hook(enter, with_kwargs=True),

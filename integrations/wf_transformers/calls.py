@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from wf_transformers.attention.documents import NOT_CUT
 
+Kwargs = dict[str, Any]
 ON_ONE_PROCESS = (
     "call wf_transformers.generate, or generate on one process, with a model that is not connected "
     "to WallFacer"

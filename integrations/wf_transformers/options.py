@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,14 +69,16 @@ class ModelOptions:
 
         `verify` compares the model attached in this way, since its results are those of one rank.
         """
+        latents = partial(send_latents, model)
+        return partial(_attach_then, attach, latents) if self.latents else attach
 
-        def attach_with_latents() -> Handle:
-            handle = attach()
-            with handle.removed_on_error():
-                send_latents(model, handle)
-            return handle
 
-        return attach_with_latents if self.latents else attach
+def _attach_then(attach: Callable[[], Handle], step: Callable[[Handle], Any]) -> Handle:
+    """Attach, and do a step more; an error in it detaches."""
+    handle = attach()
+    with handle.removed_on_error():
+        step(handle)
+    return handle
 
 
 def attach_by(
@@ -136,20 +139,11 @@ def attach_compared(
 
     Returns, Raises: as `attach_by` and `verify`.
     """
-    attach_with_options = options.attaching(model, attach)
-
-    def attach_with_hooks() -> Handle:
-        handle = attach_with_options()
-        if hook is not None:
-            with handle.removed_on_error():
-                hook(handle)
-        return handle
-
+    attach = options.attaching(model, attach)
     if compares:
-        verify(
-            model, sp, attach_with_hooks, options.verify, whole_batches=whole_batches, gather=gather
-        )
-    return attach_by(options, model, sp, attach_with_options, labelled, compares)
+        hooked = attach if hook is None else partial(_attach_then, attach, hook)
+        verify(model, sp, hooked, options.verify, whole_batches=whole_batches, gather=gather)
+    return attach_by(options, model, sp, attach, labelled, compares)
 
 
 def _compare_first_call(model: nn.Module, handle: Handle) -> None:

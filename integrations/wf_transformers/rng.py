@@ -43,21 +43,19 @@ class RankRng:
     the common state. If anything was drawn inside, `leave` advances the common state by one draw.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, sp: SequenceParallel) -> None:
+        self._sp = sp
         self._saved: list[tuple[Generator, Tensor, Tensor]] = []
         """(generator, common state, this rank's initial state)."""
 
-    def enter_for(self, model: nn.Module, sp: SequenceParallel, device: torch.device) -> None:
-        """`enter`, if there are several ranks and the forward of `model` uses random numbers."""
-        if sp.size > 1 and model.training and uses_rng_in_training(model):
-            self.enter(device)
-
-    def enter(self, device: torch.device) -> None:
-        """Seed the generators of the host and of `device` for this rank."""
+    def enter(self, model: nn.Module, device: torch.device) -> None:
+        """Seed the generators of the host and of `device` for this rank, if there are several ranks
+        and the forward of `model` uses random numbers."""
+        if self._sp.size == 1 or not model.training or not uses_rng_in_training(model):
+            return
         for generator in generators_of(device):
             common_state = generator.get_state()
-            seed = crc32(common_state.numpy().tobytes() + self._rank.to_bytes(4))
+            seed = crc32(common_state.numpy().tobytes() + self._sp.rank.to_bytes(4))
             generator.manual_seed(seed)
             self._saved.append((generator, common_state, generator.get_state()))
 

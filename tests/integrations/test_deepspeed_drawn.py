@@ -111,8 +111,8 @@ def test_a_json_that_is_not_an_object_is_refused(tmp_path: Path, text: str) -> N
         (b'{"train_batch_size": [1, }', "is no JSON"),
         ('{"a": "é"}'.encode("latin-1"), "must be UTF-8"),
         (b"[" * 100_000, "nested too deep|no JSON"),
-        (b'{"wallfacer": {"route": "ring", "route": "mesh"}}', 'key "route" is given 2 times'),
-        (b'{"wallfacer": {}, "wallfacer": {}}', 'key "wallfacer" is given 2 times'),
+        (b'{"wallfacer": {"route": "ring", "route": "mesh"}}', "key 'route' is given twice"),
+        (b'{"wallfacer": {}, "wallfacer": {}}', "key 'wallfacer' is given twice"),
     ],
 )
 def test_a_file_that_is_not_valid_json_is_named(tmp_path: Path, data: bytes, message: str) -> None:

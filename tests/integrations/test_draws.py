@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,11 +25,18 @@ from transformers.trainer_utils import set_seed  # noqa: E402
 from tests.helpers import run_processes, run_threads  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 from tests.integrations.transformers_models import batch, build, sequence_parallel  # noqa: E402
-from wf_transformers import WholeBatchHooks, attach, drawing_alike  # noqa: E402
+from wf_backends import SequenceParallel  # noqa: E402
+from wf_transformers import WholeBatchHooks, attach  # noqa: E402
 from wf_transformers.rng import RankRng, uses_rng_in_training  # noqa: E402
 from wf_transformers.whole_batches.hooks import GROUP_SIZE  # noqa: E402
+from wf_transformers.whole_batches.trainer import drawing_alike  # noqa: E402
 
 CPU = torch.device("cpu")
+
+
+def rng_of(rank: int) -> RankRng:
+    """That of one of two ranks."""
+    return RankRng(cast(SequenceParallel, SimpleNamespace(rank=rank, size=2)))
 
 
 @pytest.mark.processes
@@ -48,9 +55,9 @@ def test_ranks_draw_differently_inside_and_equally_outside() -> None:
     def draw(rank: int) -> tuple[list[tuple[float, ...]], list[float]]:
         """(what is drawn inside, twice; what is drawn outside, after it)."""
         torch.manual_seed(0)
-        rng, inside = RankRng(rank), []
+        rng, inside = rng_of(rank), []
         for _ in range(2):
-            rng.enter(CPU)
+            rng.enter(torch.nn.Dropout(), CPU)
             inside.append(tuple(torch.rand(4).tolist()))
             rng.leave()
         return inside, torch.rand(4).tolist()
@@ -62,8 +69,8 @@ def test_ranks_draw_differently_inside_and_equally_outside() -> None:
 
 def test_the_random_state_is_restored_if_nothing_was_drawn_inside() -> None:
     torch.manual_seed(0)
-    state, rng = torch.get_rng_state(), RankRng(1)
-    rng.enter(CPU)
+    state, rng = torch.get_rng_state(), rng_of(1)
+    rng.enter(torch.nn.Dropout(), CPU)
     rng.leave()
     rng.leave()  # a second time it does nothing
     assert torch.equal(torch.get_rng_state(), state)

@@ -161,7 +161,7 @@ def test_every_rank_has_the_values_of_all_tokens_and_gradients_are_those_of_one_
         model = with_fused_head(build("llama", "eager", {}))
         hooks = WholeBatchHooks(model, attach(model, sequence_parallel(comm)))
         result = run_fused(model, loss_of, arguments)
-        hooks.remove()
+        hooks.handle.remove()
         return result
 
     results = run_threads(2, rank)

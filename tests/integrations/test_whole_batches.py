@@ -28,9 +28,8 @@ from tests.integrations.transformers_models import (  # noqa: E402
     sequence_parallel,
 )
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
-from wf_transformers import (  # noqa: E402
-    WholeBatchHooks,
-    attach,
+from wf_transformers import WholeBatchHooks, attach  # noqa: E402
+from wf_transformers.whole_batches.trainer import (  # noqa: E402
     compared_first,
     counted_once,
     inner_loss_counted_once,
@@ -94,16 +93,16 @@ def test_loss_only_turns_whole_logits_off_if_only_the_loss_is_needed(
     model = tiny_llama()
     WholeBatchHooks(model, attach(model, one_rank()))
     around = torch.nn.Sequential(model)  # as DDP is
-    assert loss_only(prediction_step, around, {}, prediction_loss_only) == added
+    assert loss_only(None, prediction_step, around, {}, prediction_loss_only) == added
     by_keyword = {"prediction_loss_only": prediction_loss_only}
-    assert loss_only(prediction_step, around, {}, **by_keyword) == added
+    assert loss_only(None, prediction_step, around, {}, **by_keyword) == added
 
 
 def test_loss_only_adds_nothing_for_a_model_without_hooks() -> None:
     model = tiny_llama()
     hooks = WholeBatchHooks(model, attach(model, one_rank()))
-    hooks.remove()
-    assert loss_only(prediction_step, torch.nn.Sequential(model), {}, True) == {}
+    hooks.handle.remove()
+    assert loss_only(None, prediction_step, torch.nn.Sequential(model), {}, True) == {}
 
 
 def compute_loss(
@@ -200,7 +199,7 @@ def test_calls_with_labels_return_whole_or_local_logits(whole_logits: bool) -> N
         ]
         if whole_logits:  # otherwise they are refused: test_use_of_local_logits_in_training_...
             outputs.append(model.train()(**labelled))
-        hooks.remove()
+        hooks.handle.remove()
         return [output.logits.shape[1] for output in outputs]
 
     expected = [24, 12, 24, 12] + ([24] if whole_logits else [])

@@ -49,11 +49,7 @@ class Runner(Uncopyable):
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        weights: Sequence[HostWeight],
-        device: Device,
-        pinned: Sequence[Tensor],
+        self, plan: Plan, weights: Sequence[HostWeight], device: Device, pinned: Sequence[Tensor]
     ) -> None:
         self._plan, self._weights, self._device = plan, weights, device
         slab = torch.empty(plan.slab_bytes, dtype=torch.uint8)

@@ -13,11 +13,10 @@ from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_backends.comm import gather_small
 from wf_transformers.attention.llama4 import scale_by_position
-from wf_transformers.calls import by_name
+from wf_transformers.calls import Kwargs, by_name
 from wf_transformers.handle import Handle
 from wf_transformers.models import AGREED, varying_rope
 
-Kwargs = dict[str, Any]
 ROTARY = ("x", "position_ids", "layer_type")  # parameters of transformers' rotary modules
 
 

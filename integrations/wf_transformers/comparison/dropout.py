@@ -8,24 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from wf_backends.comm import Communicator, fingerprint, gather_small
+from wf_transformers.families.stacks import sampled_summary
 
-RANDOM_FUNCTIONS = (
-    "rand",
-    "rand_like",
-    "randn",
-    "randn_like",
-    "normal",
-    "exponential",
-    "bernoulli",
-)
+RANDOM_FUNCTIONS = "rand rand_like randn randn_like normal exponential bernoulli".split()
 """Random functions of torch, in place or not; `uniform_` is treated separately."""
 FIXED_VALUE = 0.75  # of all elements; for `uniform_` the fraction of the way between its limits
 SAME_ROWS = 1e-3  # largest difference between summaries of the same rows
-EPSILON = 1e-30
 
 
 class FixedRandomness(TorchFunctionMode):
@@ -94,7 +85,7 @@ class DropoutRecorder(TorchFunctionMode):
     ) -> Any:
         if not (_is_dropout(getattr(func, "__name__", "")) and args):
             return func(*args, **(kwargs or {}))
-        device, summary = args[0].device, _summary(args[0])
+        device, summary = args[0].device, float(sampled_summary(args[0]))
         state = _state(device)
         result = func(*args, **(kwargs or {}))
         if _state(device) != state:  # unchanged if it drops nothing
@@ -122,10 +113,3 @@ def _state(device: torch.device) -> float:
     """A fingerprint of the random state of a device."""
     module = torch if device.type == "cpu" else torch.get_device_module(device)
     return float(fingerprint(module.get_rng_state().numpy().tobytes()))
-
-
-def _summary(x: Tensor) -> float:
-    """A number that is the same for equal tensors up to rounding, and about normal for others."""
-    flat = x.detach().double().flatten()
-    wave = torch.arange(len(flat), device=x.device).double().cos()
-    return float(flat @ wave / flat.norm().clamp(min=EPSILON))

@@ -204,11 +204,11 @@ def shorten(arguments: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any
     stop = min(stop, start + short_seqlen(sp))
     short: dict[str, Any] = {}
     for key, x in batch.items():
-        x = _first_samples(x, samples)
-        dims = (1,) if key == "inputs_embeds" else range(1, x.dim() if isinstance(x, Tensor) else 1)
-        for dim in dims:
-            x = x.narrow(dim, start, stop - start) if x.shape[dim] == seqlen else x
-        short[key] = x.contiguous() if isinstance(x, Tensor) else x  # losses call `view` on labels
+        short[key] = x = _first_samples(x, samples)
+        if isinstance(x, Tensor):
+            for dim in (1,) if key == "inputs_embeds" else range(1, x.dim()):
+                x = x.narrow(dim, start, stop - start) if x.shape[dim] == seqlen else x
+            short[key] = x.contiguous()  # losses call `view` on labels
     short.pop("cu_seqlens", None)
     return _with_some_labels(short)
 

@@ -18,7 +18,7 @@ from transformers.utils.generic import ModelOutput
 
 from wf_backends import SequenceParallel
 from wf_backends._compile import eager
-from wf_transformers.calls import ROUTER_LOGITS, by_name, parameter_names, wants_output
+from wf_transformers.calls import ROUTER_LOGITS, Kwargs, by_name, parameter_names, wants_output
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost, transformers_class
 
@@ -29,8 +29,6 @@ NO_MASK = (
     f"{ROUTER_LOGITS}: which tokens count must be known: have an attention_mask in the batch (ones "
     "where nothing is padding), and call the model with what wf_transformers.forward_kwargs gives"
 )
-
-Kwargs = dict[str, Any]
 
 
 def has_router_loss(model: nn.Module) -> bool:

@@ -30,12 +30,8 @@ from wf_transformers.models import outermost, row_of
 BLOCK_TYPES = "token_type_ids"
 TIMES, TYPES = "second_per_grid_ts", "mm_token_type_ids"
 """Arguments for positions only: of videos, and of tokens (0 text, 1 image, 2 video)."""
-ENCODED = (
-    "image_hidden_states",
-    "image_outputs",
-    "video_outputs",
-    "audio_outputs",
-)  # of a model: features
+ENCODED = ("image_hidden_states", "image_outputs", "video_outputs", "audio_outputs")
+"""Outputs of models that are features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +85,7 @@ MERGE_SOUNDS = "_merge_input_ids_with_audio_features"
 IMAGE, VIDEO, AUDIO = "image_token", "video_token", "audio_token"
 ENCODE_IMAGES, ENCODE_VIDEOS = "get_image_features", "get_video_features"
 TOWER = ("vision_tower", "multi_modal_projector")
+AUDIO_TOWER = ("audio_tower", "multi_modal_projector")
 GRID, VIDEO_GRID = "image_grid_thw", "video_grid_thw"
 IMAGES = Modality("pixel_values", IMAGE, ENCODE_IMAGES, by_grid(GRID), (GRID,))
 VIDEOS = Modality("pixel_values_videos", VIDEO, ENCODE_VIDEOS, by_grid(VIDEO_GRID), (VIDEO_GRID,))
@@ -135,12 +132,8 @@ TABLE: Mapping[str, Media] = MappingProxyType(
         "Cohere2VisionForConditionalGeneration": TILED,
         "Idefics3ForConditionalGeneration": IDEFICS,
         "SmolVLMForConditionalGeneration": IDEFICS,
-        "Qwen2AudioForConditionalGeneration": Media(
-            (LISTENED,), ("audio_tower", "multi_modal_projector")
-        ),
-        "VoxtralForConditionalGeneration": Media(
-            (SOUNDS,), ("audio_tower", "multi_modal_projector")
-        ),
+        "Qwen2AudioForConditionalGeneration": Media((LISTENED,), AUDIO_TOWER),
+        "VoxtralForConditionalGeneration": Media((SOUNDS,), AUDIO_TOWER),
     }
     # In transformers 4 its prefix is all of a call without labels
     | ({"PaliGemmaForConditionalGeneration": Media((TILES,), TOWER, prefix)} if HAS_INNER else {})

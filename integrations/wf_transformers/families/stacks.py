@@ -26,12 +26,10 @@ from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_backends.comm import gather_small
 from wf_transformers.attention.function import IN_STACK
-from wf_transformers.calls import by_name, parameter_names, refuse_partial_states
+from wf_transformers.calls import Kwargs, by_name, parameter_names, refuse_partial_states
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost, row_of, transformers_class
 from wf_transformers.rng import RankRng
-
-Kwargs = dict[str, Any]
 
 STACKS = frozenset(
     {
@@ -155,7 +153,7 @@ class _StackSharding:
 
     def __init__(self, handle: Handle, layers: nn.Module) -> None:
         self._sp, self._documents = handle.sp, handle.attention.documents
-        self._layers, self._rng = layers, RankRng(handle.sp.rank)
+        self._layers, self._rng = layers, RankRng(handle.sp)
 
     def before(self, stack: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Before a decoder: shard the encoder's output, for the keys and values of this rank."""
@@ -198,7 +196,7 @@ class _StackSharding:
         self._refuse_different(whole)
         rows = self.rows(whole)
         self._documents.expect(rows.shape[1], whole.shape[1])
-        self._rng.enter_for(self._layers, self._sp, whole.device)
+        self._rng.enter(self._layers, whole.device)
         return rows
 
     def unshard(self, rows: Tensor) -> Tensor:
@@ -214,7 +212,7 @@ class _StackSharding:
         Raises:
             ValueError: on every rank.
         """
-        summaries = gather_small(self._sp.comm, torch.stack([_summary(x) for x in whole]))
+        summaries = gather_small(self._sp.comm, torch.stack([sampled_summary(x) for x in whole]))
         if bool((summaries - summaries[0]).abs().max() > SAME):
             raise ValueError(
                 f"the first layer of {type(self._layers).__name__} gets other rows on each rank: "
@@ -229,8 +227,8 @@ class _StackSharding:
         return self._sp.shard(whole, dim)
 
 
-def _summary(x: Tensor) -> Tensor:
-    """A number, about normal, that is the same for equal tensors up to rounding."""
+def sampled_summary(x: Tensor) -> Tensor:
+    """A number, the same for equal tensors up to rounding, and about normal for others."""
     sample = x.detach().flatten()[:: max(1, x.numel() // NUM_SAMPLED)].double()
     wave = torch.arange(len(sample), device=x.device).double().cos()
     return sample @ wave / sample.norm().clamp(min=1e-30)

@@ -171,11 +171,8 @@ ALIBI_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
-            (
-                *("SwitchTransformersAttention", "LongT5Attention", "WavLMAttention"),
-                *("BeitSelfAttention", "BeitAttention"),
-                *("Data2VecVisionSelfAttention", "Data2VecVisionAttention"),
-            ),
+            "SwitchTransformersAttention LongT5Attention WavLMAttention BeitSelfAttention "
+            "BeitAttention Data2VecVisionSelfAttention Data2VecVisionAttention".split(),
             "adds a learned bias by relative positions to its scores",
         ),
         "DisentangledSelfAttention": "adds scores of learned relative positions to its own",

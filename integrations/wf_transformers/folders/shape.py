@@ -16,10 +16,7 @@ import torch
 from huggingface_hub.constants import ENDPOINT
 from transformers.configuration_utils import PretrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from wf_backends.budget import Experts
 from wf_transformers.folders.layers import count_layers

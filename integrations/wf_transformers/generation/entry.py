@@ -21,11 +21,7 @@ from wf_transformers.models import outermost
 
 
 def generate(
-    model: Any,
-    handle: Handle,
-    inputs: Tensor,
-    cache: ShardedCache | None = None,
-    **options: Any,
+    model: Any, handle: Handle, inputs: Tensor, cache: ShardedCache | None = None, **options: Any
 ) -> Any:
     """`model.generate(inputs, **options)` with keys and values on all ranks of a sequence.
 

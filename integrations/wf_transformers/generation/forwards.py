@@ -24,13 +24,7 @@ from wf_transformers.generation.media import cut_with_media
 from wf_transformers.handle import Handle
 from wf_transformers.whole_batches.arguments import has_row_per_token
 
-RECOMPUTED = (
-    "attention_mask",
-    "position_ids",
-    "cache_position",
-    "use_cache",
-    "mm_encoder_outputs",
-)
+RECOMPUTED = ("attention_mask", "position_ids", "cache_position", "use_cache", "mm_encoder_outputs")
 """Arguments of the model that follow from the length of the cache or the media here."""
 SEED_ALIKE = "the ranks of a sequence draw the same tokens only if they are seeded alike"
 

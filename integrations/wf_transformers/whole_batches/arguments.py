@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,29 @@ CUSTOM_LOOP = (
     "in a loop of your own cut batches by shard_batch(batch, labels_are_shifted=...), of a "
     "SequenceParallel or of DeepSpeed's engine.wallfacer, and make a loss of your own"
 )
+
+WhichLogits = Literal["whole", "local", "hidden"]
+"""What the output gets: logits of the whole batch, of this rank's tokens, or `LocalLogits` in place
+of these, for which the caller did not ask."""
+LossKind = Literal["plain", "fused", "by_token", "custom"]
+"""Where the loss of a call comes from: from this rank's logits; the model returns no logits, but
+the sum of the losses of this rank's tokens ("fused"), or values for every token of the labels, by a
+fused head ("by_token"); or the model computes it from labels and logits of all ranks ("custom")."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCall:
+    """One call with a whole batch: what the hook after the model must know about it."""
+
+    seqlen: int
+    """Tokens without padding."""
+    local: Mapping[str, Any]
+    """This rank's part of the batch: "labels" (b, s_local), already shifted unless the head is a
+    masked one; "cu_seqlens" with the padding as one more document."""
+    num_items: Tensor | int | None
+    """Valid labels of the optimizer step, if the caller counted them for the loss."""
+    logits: WhichLogits
+    loss: LossKind
 
 
 def argument_names(model: nn.Module) -> list[str]:
@@ -70,24 +94,19 @@ def logits_of(model: nn.Module, output: Any, rows: int) -> Tensor:
             f'{name} returns {fields}: called with whole batches, a model must return "logits", '
             f"from which the loss is made; {CUSTOM_LOOP}"
         )
-    logits: Tensor = output["logits"]
-    if logits.dim() < 3 or logits.shape[1] != rows:
-        raise NotImplementedError(
-            f"{name} returns logits {tuple(logits.shape)}, not a row for each of the {rows} "
-            f"tokens of this rank: what it makes of its tokens is not what one device makes of "
-            f"all; {CUSTOM_LOOP}"
-        )
+    refuse_other_rows(f"{name} returns logits", output["logits"], rows)
     if output.get("hidden_states") is not None:
         raise NotImplementedError(PARTIAL_STATES)
-    return logits
+    return output["logits"]
 
 
-def refuse_other_rows(logits: Tensor, rows: int) -> None:
-    """Refuse logits of the output embeddings, for a loss of the model's own, of other rows."""
+def refuse_other_rows(source: str, logits: Tensor, rows: int) -> None:
+    """Refuse logits without a row for each of this rank's `rows` tokens."""
     if logits.dim() < 3 or logits.shape[1] != rows:
         raise NotImplementedError(
-            f"the output embeddings gave {tuple(logits.shape)}, not a row for each of the "
-            f"{rows} tokens of this rank, beside a loss of the model's own; {CUSTOM_LOOP}"
+            f"{source} {tuple(logits.shape)}, not a row for each of the {rows} tokens of this "
+            "rank: what is made of these is not what one device makes of all tokens; "
+            f"{CUSTOM_LOOP}"
         )
 
 

@@ -21,6 +21,7 @@ from wf_backends.parallel import mask_arguments
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import (
     TOKENS,
+    Kwargs,
     by_name,
     parameter_names,
     refuse_partial_states,
@@ -39,7 +40,6 @@ from wf_transformers.whole_batches.arguments import (
     with_documents,
 )
 
-Kwargs = dict[str, Any]
 LINEAR_HEADS = ("score", "qa_outputs")
 """Names of linears that are applied to every row before anything else of the head."""
 SPAN_LABELS = ("start_positions", "end_positions")
@@ -76,18 +76,17 @@ class HeadHooks:
     ) -> None:
         self._model, self._handle, self._is_last = model, handle, is_last
         self._inner: Any = token_model(model)
-        self._rng, self._noise = RankRng(handle.sp.rank), WholeNoise()
+        self._rng, self._noise = RankRng(handle.sp), WholeNoise()
         self._tokens_shape: torch.Size | tuple[int, ...] = ()  # of the running call
         self._mask_kwargs: Kwargs = {}  # of the running call
         handle.whole_batches = True
         with recorded_changes(handle):
-            self.hooks = (
+            handle.hooks(
                 model.register_forward_pre_hook(self._check, prepend=True, with_kwargs=True),
                 self._inner.register_forward_pre_hook(self._cut, with_kwargs=True),
                 _gathered_module(model, self._inner).register_forward_hook(self._gather),
                 self._inner.register_forward_hook(self._leave, always_call=True),
             )
-        handle.hooks(*self.hooks)
         handle.attention.cut_by_heads.add(model)
         handle.undo.callback(handle.attention.cut_by_heads.discard, model)
 
@@ -127,7 +126,7 @@ class HeadHooks:
             ours = {"cu_seqlens": None} | ours
         else:
             ours = {k: x for k, x in ours.items() if k in names}
-        self._rng.enter_for(inner, self._handle.sp, arguments[key].device)
+        self._rng.enter(inner, arguments[key].device)
         self._noise.enter(inner, seqlen_of(local), seqlen)
         return (), others | ours
 

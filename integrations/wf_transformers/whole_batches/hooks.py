@@ -28,6 +28,9 @@ from wf_transformers.models import Head, head_of, inner_models, outermost
 from wf_transformers.rng import WholeNoise
 from wf_transformers.whole_batches.arguments import (
     CUSTOM_LOOP,
+    BatchCall,
+    LossKind,
+    WhichLogits,
     argument_names,
     has_row_per_token,
     logits_of,
@@ -42,7 +45,6 @@ from wf_transformers.whole_batches.arguments import (
     with_documents,
     with_slices,
 )
-from wf_transformers.whole_batches.call import BatchCall
 from wf_transformers.whole_batches.custom_loss import (
     FUSED,
     INPUTS,
@@ -95,34 +97,26 @@ class WholeBatchHooks:
         self._call: BatchCall | None = None
         self._head_called = self._warned = False
         self._noise = WholeNoise()
-        self._hooks: tuple[Any, ...] = ()
         handle.whole_batches = True
         with recorded_changes(handle):
-            vars(model)[GROUP_SIZE] = handle.sp.size
+            handle.set(model, GROUP_SIZE, handle.sp.size)
             if not is_cut_inside(model):  # such a model takes whole batches without hooks
                 self._register(model)
             handle.share_operations(model)
-        handle.undo.callback(self.remove)
 
     def _register(self, model: nn.Module) -> None:
         if head_is_over_all_rows(model):
-            head_hooks = [HeadHooks(inner, self.handle).hooks for inner in outermost(model)]
-            self._hooks = tuple(hook for hooks in head_hooks for hook in hooks)
+            for inner in outermost(model):
+                HeadHooks(inner, self.handle)
             return
-        inner = inner_models(model)
-        self._hooks = (
+        inside = inner_models(model)
+        self.handle.hooks(
             model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._after),
             model.register_forward_hook(self._leave, always_call=True),
             *(x.register_forward_hook(self._gather_logits) for x in output_embeddings(model)),
-            *(x.register_forward_pre_hook(self._refuse_inner_call, prepend=True) for x in inner),
+            *(x.register_forward_pre_hook(self._refuse_inner_call, prepend=True) for x in inside),
         )
-
-    def remove(self) -> None:
-        """Remove the hooks from the model."""
-        vars(self.model).pop(GROUP_SIZE, None)
-        for hook in self._hooks:
-            hook.remove()
 
     @eager
     def _before(
@@ -133,41 +127,48 @@ class WholeBatchHooks:
             self.handle.compare_first(arguments)
         arguments = with_slices(model, arguments, self._head)
         refuse_arguments(arguments)
-        labelled, fused_head = arguments.get("labels") is not None, bool(arguments.get(FUSED))
+        labelled = arguments.get("labels") is not None
         if labelled and self._head == "other":
             raise NotImplementedError(unknown_labels(model))
         skips = arguments.pop(SKIP_LOGITS, None)
-        requested = arguments.pop(WHOLE_LOGITS, False if skips else None)
-        logits_mode = self._logits_mode(requested, model.training, labelled)
-        custom_loss = labelled and not fused_head and self._has_custom_loss(model, arguments)
-        is_plain = labelled and not (fused_head or custom_loss or self.handle.averages_tokens)
-        needs_no_logits = self.hides_local_logits and (skips or logits_mode[1])
-        fused_loss = is_plain and needs_no_logits and fuses_loss(model, arguments)
+        asked = arguments.pop(WHOLE_LOGITS, False if skips else None)
+        logits = self._which_logits(asked, model.training, labelled)
+        loss = self._loss_kind(model, arguments, bool(skips) or logits == "hidden")
         seqlen = seqlen_of(arguments)
         batch = self._cut_arguments(arguments, seqlen)
         if any(wants_router_loss(inner, arguments) for inner in outermost(model)):
             batch.setdefault("attention_mask", mask_of_ones(batch))
-        if custom_loss:
+        if loss == "custom":
             self._warned = self._warned or warned_about_padding(batch)
             arguments["labels"] = self.handle.without_padded_labels(batch)["labels"]
             batch = {key: value for key, value in batch.items() if key in INPUTS}
         others = {k: v for k, v in arguments.items() if k not in batch}
         local = self._shard(batch)
-        num_items = None if custom_loss else others.pop("num_items_in_batch", None)
-        num_items = num_items if fused_head or self._divides_by_items else None
-        self._call = BatchCall(
-            seqlen, local, num_items, *logits_mode, fused_head, fused_loss, custom_loss
-        )
-        self.handle.attention.logits_are_whole, self._head_called = custom_loss, False
+        num_items = None if loss == "custom" else others.pop("num_items_in_batch", None)
+        num_items = num_items if loss == "by_token" or self._divides_by_items else None
+        self._call = BatchCall(seqlen, local, num_items, logits, loss)
+        self.handle.attention.logits_are_whole, self._head_called = loss == "custom", False
         self._noise.enter(model, seqlen_of(local), seqlen)
-        more = fused_loss_arguments(local["labels"]) if fused_loss else {}
+        more = fused_loss_arguments(local["labels"]) if loss == "fused" else {}
         return (), self._model_kwargs(model, others, local) | more
 
-    def _logits_mode(self, asked: bool | None, trains: bool, labelled: bool) -> tuple[bool, bool]:
-        """Whether the output gets the logits of the whole batch; whether it hides local logits."""
+    def _which_logits(self, asked: bool | None, trains: bool, labelled: bool) -> WhichLogits:
         whole = self.always_whole or not trains if asked is None else asked
-        whole = whole or (self.whole_without_labels and not labelled)
-        return whole, self.hides_local_logits and asked is None and not whole
+        if whole or (self.whole_without_labels and not labelled):
+            return "whole"
+        return "hidden" if self.hides_local_logits and asked is None else "local"
+
+    def _loss_kind(
+        self, model: nn.Module, arguments: dict[str, Any], needs_no_logits: bool
+    ) -> LossKind:
+        if arguments.get(FUSED):
+            return "by_token"
+        if arguments.get("labels") is None:
+            return "plain"
+        if self._has_custom_loss(model, arguments):
+            return "custom"
+        may_fuse = needs_no_logits and self.hides_local_logits and not self.handle.averages_tokens
+        return "fused" if may_fuse and fuses_loss(model, arguments) else "plain"
 
     def _has_custom_loss(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
         """Whether the model must compute the loss of this call itself."""
@@ -197,9 +198,9 @@ class WholeBatchHooks:
     def _gather_logits(self, _: nn.Module, __: Any, logits: Tensor) -> Tensor | None:
         """After the output embeddings: gather the logits of all ranks for a custom loss."""
         call = self._call
-        if call is None or not call.custom_loss:
+        if call is None or call.loss != "custom":
             return None
-        refuse_other_rows(logits, seqlen_of(call.local))
+        refuse_other_rows("the output embeddings gave", logits, seqlen_of(call.local))
         self._head_called = True
         return self._whole(logits, call).contiguous()  # for losses that call `view`
 
@@ -233,21 +234,21 @@ class WholeBatchHooks:
         call, self._call = self._call, None
         assert call is not None, "the hook before the model did not run"
         self.handle.attention.logits_are_whole = False
-        if call.custom_loss:
+        if call.loss == "custom":
             return self._checked_output(model, output)
-        if call.fused_head:
+        if call.loss == "by_token":
             gather, aux_loss = partial(self._whole, call=call), router_loss(model, output)
             return type(output)(**fused_fields(output, call.num_items, gather, aux_loss))
-        made = output["loss"] if call.fused_loss else None
+        made = output["loss"] if call.loss == "fused" else None
         logits = logits_of(model, output, seqlen_of(call.local)) if made is None else made
         fields = dict(output)
         if call.local.get("labels") is not None:
             fields["loss"] = self._loss(model, logits, call, router_loss(model, output))
         if "router_logits" in fields:
             fields["router_logits"] = None  # of this rank's tokens
-        if call.whole_logits:
+        if call.logits == "whole":
             fields["logits"] = self._whole(logits, call)
-        elif call.hides_logits:
+        elif call.logits == "hidden":
             fields["logits"] = LocalLogits()
         return type(output)(**fields)
 
@@ -286,7 +287,8 @@ class WholeBatchHooks:
         if num_items is None:
             num_items = sp.sum_over_ranks(count_valid(labels))
         # a fused loss, in place of logits, is the sum over this rank's tokens
-        share = logits / num_items if call.fused_loss else token_loss(logits, labels, num_items)
+        is_sum = call.loss == "fused"
+        share = logits / num_items if is_sum else token_loss(logits, labels, num_items)
         has_labels = torch.as_tensor(num_items, device=share.device) > 0
         return torch.where(has_labels, share * sp.size, torch.nan)  # as the mean over nothing
 

@@ -25,11 +25,11 @@ from wf_transformers.handle import Handle
 from wf_transformers.models import outermost, transformers_class
 from wf_transformers.replace import temporarily_replace
 from wf_transformers.whole_batches.arguments import (
+    BatchCall,
     has_row_per_token,
     mask_of_ones,
     seqlen_of,
 )
-from wf_transformers.whole_batches.call import BatchCall
 from wf_transformers.whole_batches.custom_loss import FUSED, has_fused_head
 from wf_transformers.whole_batches.hooks import WHOLE_LOGITS, WholeBatchHooks
 from wf_transformers.whole_batches.sharded_logits import (
@@ -138,7 +138,7 @@ class LogProbabilityHooks(WholeBatchHooks):
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         call, request = self._call, self._request
         output = super()._after(model, args, output)
-        if request is None or call is None or call.fused_head:
+        if request is None or call is None or call.loss == "by_token":
             return output
         gather, cut = partial(self._whole, call=call), partial(self._local_rows, call=call)
         rows = TokenRows(gather, cut, request.starts, call.seqlen)
@@ -151,7 +151,9 @@ class LogProbabilityHooks(WholeBatchHooks):
     def _whole(self, x: Tensor, call: BatchCall) -> Tensor:
         """The rows of all ranks; those of a fused head in the order of the caller's batch."""
         whole = super()._whole(x, call)
-        return rolled(whole, -self._request.starts) if call.fused_head and self._request else whole
+        if call.loss == "by_token" and self._request is not None:
+            return rolled(whole, -self._request.starts)
+        return whole
 
     def _local_rows(self, x: Tensor, call: BatchCall) -> Tensor:
         """(b, S) -> (b, s): this rank's rows."""

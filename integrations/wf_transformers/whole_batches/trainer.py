@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from wf_transformers.whole_batches.hooks import GROUP_SIZE, WHOLE_LOGITS, WholeB
 from wf_transformers.whole_batches.loaders import gather_by_group
 
 
-def loss_only(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def loss_only(_: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces the Trainer's `prediction_step`: does not gather logits that the Trainer drops."""
     call = inspect.signature(original).bind(*args, **kwargs)
     hooks = _hooks_on(call.arguments["model"])
@@ -118,6 +119,19 @@ def compared_first(
     return original(model, inputs, *args, **kwargs)
 
 
+TRAINER_METHODS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "prediction_step": loss_only,
+        "compute_loss": counted_once,
+        "training_step": compared_first,
+        "evaluation_loop": gathered_once,
+        "_load_rng_state": drawing_alike,
+    }
+)
+"""Methods of a Trainer, and what replaces them: functions of the trainer, the method and its
+arguments."""
+
+
 def _refuse_generating(trainer: Any, hooks: WholeBatchHooks | None) -> None:
     """Refuse evaluations that generate with a model whose `generate` was not replaced."""
     generates = getattr(trainer.args, "predict_with_generate", False)
@@ -159,11 +173,9 @@ def _restored_counts(trainer: Any) -> Iterator[None]:
 
 def _is_plain(x: Any) -> bool:
     """Whether `x` consists of numbers, strings, lists, tuples and dicts only."""
-    if isinstance(x, dict):
-        return all(map(_is_plain, x.values()))
-    return (
-        all(map(_is_plain, x)) if isinstance(x, list | tuple) else isinstance(x, int | float | str)
-    )
+    if isinstance(x, list | tuple | dict):
+        return all(map(_is_plain, x.values() if isinstance(x, dict) else x))
+    return isinstance(x, int | float | str)
 
 
 def _hooks_on(model: nn.Module) -> WholeBatchHooks | None:

@@ -44,10 +44,7 @@ from wf_backends.autochunk.graph.packing import skipped_packing_check
 from wf_backends.autochunk.slicing import changed, split_group_norms
 
 aten = torch.ops.aten
-_BY_SHAPE = {
-    aten.view_as.default: aten.view.default,
-    aten.reshape_as.default: aten.reshape.default,
-}
+_BY_SHAPE = {aten.view_as.default: aten.view.default, aten.reshape_as.default: aten.reshape.default}
 _NOT_HASHED = re.compile(r"device\(type='\w+'(, index=\d+)?\)|\b[bc]_")  # [bc]_: buffer or constant
 NOT_MODELS = {"torch", "sympy", "wf_backends"} | sys.stdlib_module_names  # packages
 

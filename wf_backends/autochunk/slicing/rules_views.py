@@ -122,8 +122,7 @@ RESHAPES = table(
 TABLE: Table = {
     **RESHAPES,
     **table(
-        Rule(permute),
-        "adjoint mT moveaxis movedim numpy_T permute swapaxes swapdims t transpose",
+        Rule(permute), "adjoint mT moveaxis movedim numpy_T permute swapaxes swapdims t transpose"
     ),
     **table(Rule(fill, write_size), "empty full new_empty new_full new_ones new_zeros ones zeros"),
     **table(Rule(expand, write_expand), "expand broadcast_to"),
