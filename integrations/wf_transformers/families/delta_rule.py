@@ -95,8 +95,8 @@ class DeltaRule(Mixer):
     def share(self, layer: Any, rank: int, size: int) -> Share:
         heads = rank_range("key heads", layer.num_k_heads, rank, size)
         convolved, value_heads = _convolved(layer, heads), _value_heads(layer, heads)
-        cuts = cut_first_dim(("conv1d.weight",), convolved)
-        cuts |= cut_first_dim(("dt_bias", "A_log"), value_heads)
+        cuts = cut_first_dim("conv1d.weight", convolved)
+        cuts |= cut_first_dim("dt_bias A_log", value_heads)
         attributes = {
             "num_k_heads": len(heads),
             "num_v_heads": len(value_heads),
@@ -137,8 +137,8 @@ class KimiDelta(DeltaRule):
         heads = rank_range("heads", layer.num_heads, rank, size)
         channels = _channels(layer, heads)
         convolved = torch.cat([layer.qkv_dim * i + channels for i in range(3)])
-        cuts = cut_first_dim(("conv1d.weight",), convolved)
-        cuts |= cut_first_dim(("forget_gate.dt_bias",), channels)
+        cuts = cut_first_dim("conv1d.weight", convolved)
+        cuts |= cut_first_dim("forget_gate.dt_bias", channels)
         cuts |= {"forget_gate.A_log": (layer.forget_gate.A_log.shape.index(layer.num_heads), heads)}
         attributes = {
             "num_heads": len(heads),

@@ -6,7 +6,7 @@ Shapes: b batch, S tokens, n features.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -100,14 +100,7 @@ PACKED = Modality("pixel_values", IMAGE, "pack_image_features", packed, ("image_
 CLIPS = Modality("pixel_values_videos", VIDEO, ENCODE_VIDEOS, equal("pixel_values_videos"))
 ONEVISION = Media((PACKED, CLIPS) if HAS_INNER else (PACKED,), TOWER)
 """In transformers 4 the method for videos gives no features."""
-PADDED = Modality(
-    "pixel_values",
-    IMAGE,
-    ENCODE_IMAGES,
-    equal("pixel_values"),
-    ("pixel_attention_mask",),
-    by_sample=True,
-)
+PADDED = replace(TILES, others=("pixel_attention_mask",), by_sample=True)
 IDEFICS = Media((PADDED,), ("vision_model", "connector"))
 SOUNDS = Modality("input_features", AUDIO, "get_audio_features", equal("input_features"))
 LISTENED = Modality("input_features", AUDIO, MERGE_SOUNDS, by_frames, ("feature_attention_mask",))

@@ -47,8 +47,8 @@ class Mamba(Mixer):
     def share(self, layer: Any, rank: int, size: int) -> Share:
         channels = layer.intermediate_size
         mine = rank_range("channels", channels, rank, size)
-        names = ("conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias", "A_log", "D")
-        cuts = cut_first_dim(names, mine) | {"x_proj.weight": (1, mine)}
+        cuts = cut_first_dim("conv1d.weight conv1d.bias dt_proj.weight dt_proj.bias A_log D", mine)
+        cuts |= {"x_proj.weight": (1, mine)}
         attributes = {"intermediate_size": len(mine), "conv1d.groups": len(mine)}
         return Share(torch.cat([mine, channels + mine]), mine, cuts, attributes)
 
@@ -59,8 +59,8 @@ class Zamba(Mixer):
     def share(self, layer: Any, rank: int, size: int) -> Share:
         heads = rank_range("n_mamba_heads", layer.n_mamba_heads, rank, size)
         mine = rank_range("channels", layer.intermediate_size, rank, size)
-        by_head = ("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D")
-        cuts = cut_first_dim(by_head, heads) | cut_first_dim(("conv1d.weight", "conv1d.bias"), mine)
+        cuts = cut_first_dim("x_proj_weight dt_proj_weight dt_proj_bias A_log D", heads)
+        cuts |= cut_first_dim("conv1d.weight conv1d.bias", mine)
         pairs = rank_range("channels", 2 * layer.intermediate_size, rank, size)
         sizes = {"intermediate_size": len(mine), "conv1d.groups": len(mine)}
         return Share(pairs, mine, cuts, sizes | {"n_mamba_heads": len(heads)})
@@ -76,7 +76,8 @@ class Mamba2(Mixer):
         b = channels + head_features(groups, layer.ssm_state_size)
         convolved = torch.cat([x, b, states + b])
         inputs = torch.cat([convolved, channels + 2 * states + heads])
-        cuts = cut_first_dim(("conv1d.weight", "conv1d.bias"), convolved)
+        cuts = cut_first_dim("conv1d.weight conv1d.bias", convolved)
+        cuts |= cut_first_dim("dt_bias A_log D", heads)
         sizes = {
             "intermediate_size": len(x),
             "num_heads": len(heads),
@@ -84,7 +85,7 @@ class Mamba2(Mixer):
             "conv_dim": len(convolved),
             "conv1d.groups": len(convolved),
         }
-        return Share(inputs, x, cuts | cut_first_dim(("dt_bias", "A_log", "D"), heads), sizes)
+        return Share(inputs, x, cuts, sizes)
 
     def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
         features = layer.in_proj(hidden)
@@ -152,11 +153,10 @@ class Griffin(Mixer):
     def share(self, layer: Any, rank: int, size: int) -> Share:
         heads = rank_range("num_attention_heads", layer.rg_lru.num_attention_heads, rank, size)
         mine = rank_range("channels", layer.lru_width, rank, size)
-        gates = ("input_gate", "recurrent_gate")
-        by_head = tuple(f"rg_lru.{gate}_{name}" for gate in gates for name in ("weight", "bias"))
-        by_channel = ("conv_1d.weight", "conv_1d.bias", "rg_lru.recurrent_param")
         sizes = {"conv_1d.groups": len(mine), "rg_lru.num_attention_heads": len(heads)}
-        cuts = cut_first_dim(by_channel, mine) | cut_first_dim(by_head, heads)
+        cuts = cut_first_dim("conv_1d.weight conv_1d.bias rg_lru.recurrent_param", mine)
+        for gate in ("rg_lru.input_gate", "rg_lru.recurrent_gate"):
+            cuts |= cut_first_dim(f"{gate}_weight {gate}_bias", heads)
         return Share(mine, mine, cuts, sizes)
 
     def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,7 +181,7 @@ class ShortConv(Mixer):
 
     def share(self, layer: Any, rank: int, size: int) -> Share:
         mine = rank_range("channels", layer.conv.in_channels, rank, size)
-        cuts = cut_first_dim(("conv.weight", "conv.bias"), mine)
+        cuts = cut_first_dim("conv.weight conv.bias", mine)
         return Share(mine, mine, cuts, {"conv.groups": len(mine)})
 
     def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:

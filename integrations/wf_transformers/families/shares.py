@@ -84,9 +84,9 @@ def rank_range(name: str, count: int, rank: int, size: int) -> Tensor:
     return torch.arange(rank * per_rank, (rank + 1) * per_rank)
 
 
-def cut_first_dim(names: tuple[str, ...], index: Tensor) -> Cuts:
-    """Cuts that take `index` along dim 0 of each parameter."""
-    return {name: (0, index) for name in names}
+def cut_first_dim(names: str, index: Tensor) -> Cuts:
+    """Cuts that take `index` along dim 0 of each of these parameters, "a b c"."""
+    return {name: (0, index) for name in names.split()}
 
 
 def head_features(heads: Tensor, width: int) -> Tensor:
