@@ -15,7 +15,7 @@ from wf_transformers.attention.documents import MASK_ARGUMENTS
 from wf_transformers.batch import is_causal
 from wf_transformers.calls import (
     CACHES,
-    NOT_LOCAL,
+    ON_ONE_PROCESS,
     PARTIAL_STATES,
     parameter_names,
     takes_any_keyword,
@@ -120,7 +120,7 @@ def unknown_labels(model: nn.Module) -> str:
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:
     for key in CACHES:
         if arguments.get(key) is not None:
-            raise NotImplementedError(f"{key}: {NOT_LOCAL[key]}")
+            raise NotImplementedError(f"{key}: a KV cache is not spread here; {ON_ONE_PROCESS}")
     if arguments.get("return_dict") is False:
         raise NotImplementedError("return_dict=False: leave it out, the loss goes into the output")
 
