@@ -8,11 +8,11 @@ from importlib import import_module
 import pytest
 
 from wf_backends.lowering.derivation import Problem, lower
-from wf_backends.lowering.forwarding import RelayedRows, WalkerRows, read_from_step_on
+from wf_backends.lowering.forwarding import WalkerRows
 from wf_backends.lowering.tiles import seen
 from wf_backends.schedule.layout import contiguous, zigzag
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
-from wf_backends.schedule.routes import double_ring, make_schedule, ring
+from wf_backends.schedule.routes import make_schedule, ring
 
 problem_module = import_module("wf_backends.lowering.problem")
 
@@ -25,10 +25,10 @@ TWO_RANKS_SHARE_A_DOCUMENT = Mask(CAUSAL, (0, 16, *range(24, 65, 8)))
 """64 tokens on 8 ranks: each other rank has a document of its own."""
 
 
-def by_step(read, owned, rows_type=WalkerRows, gathers_all=False):
+def by_step(read, owned, gathers_all=False):
     """By step: (needed, forwarded, partials_forwarded, partials_to_owner)."""
     steps = range(len(read))
-    rows = rows_type(read.__getitem__, owned.__getitem__, len(read), gathers_all)
+    rows = WalkerRows(read.__getitem__, owned.__getitem__, len(read), gathers_all)
     return [
         tuple(map(rows_of_step, steps))
         for rows_of_step in (
@@ -62,14 +62,6 @@ def test_an_owner_is_not_sent_its_own_rows_and_keeps_their_partial_results():
     assert partials_to_owner == ((), A, AB)
 
 
-def test_relayed_rows_pass_through_ranks_that_do_not_read_them():
-    needed, forwarded, partials_forwarded, partials_to_owner = by_step(READ, OWNED, RelayedRows)
-    assert needed == (AB, AB, AB, AB)
-    assert forwarded == ((), (), AB, AB)
-    assert partials_forwarded == ((), A, A, ())
-    assert partials_to_owner == (AB, (), (), AB)
-
-
 def test_a_walker_that_is_kept_gathers_the_rows_of_all_steps():
     owned = ((), (), ())
     needed, forwarded, _, partials_to_owner = by_step((A, (), B), owned, gathers_all=True)
@@ -81,15 +73,6 @@ def test_a_walker_that_is_kept_gathers_the_rows_of_all_steps():
 def test_owners_send_the_rows_that_are_not_forwarded():
     rows = WalkerRows((A, AB, A, B).__getitem__, OWNED.__getitem__, 4)
     assert [rows.from_owner(step) for step in range(4)] == [A, AB, (), B]
-
-
-def test_read_from_step_on_shrinks_from_step_to_step():
-    assert read_from_step_on((A, (), B, ())) == [AB, B, B, ()]
-
-
-def test_only_double_rings_have_laps():
-    assert double_ring(8, 4).has_laps and double_ring(8, 4).swapped().has_laps
-    assert not ring(8).has_laps and not double_ring(8, 8).has_laps
 
 
 def test_rows_for_a_later_step_arrive_during_the_last_step_that_computes():

@@ -1,6 +1,6 @@
 """The rows of walkers that ranks hold in each step, and the messages that bring them there.
 
-A rank holds a row only if it reads it (but see `RelayedRows`). If the next rank of the hop reads
+A rank holds a row only if it reads it. If the next rank of the hop reads
 the row too, it is forwarded, and later its partial result with it. If not, the partial result is
 sent to the owner, and the owner sends the row to the next rank that reads it: one message for each
 reader. Everything is computed on demand and cached: one rank of thousands asks only for its own
@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache, cached_property, partial
-from itertools import accumulate, chain
+from itertools import chain
 
 from wf_backends.lowering.problem import Reads
 from wf_backends.lowering.program import Gather, Parcels, Round, Step, hop_parcels, parcels
-from wf_backends.schedule import Ranges, intersect, ranks_by_shard, size, subtract, union
+from wf_backends.schedule import Ranges, intersect, join, ranks_by_shard, size, subtract, union
 
 PeerRows = tuple[int, Ranges]  # a peer, and rows (positions) that are sent to it or come from it
 RowsOfStep = Callable[[int], Ranges]  # step -> rows (positions)
@@ -43,7 +43,7 @@ class WalkerRows:
 
     def needed(self, step: int) -> Ranges:
         """The rows that the rank holds."""
-        return self._read_later[0] if self.gathers_all and step == 0 else self.read(step)
+        return self._read_by_any if self.gathers_all and step == 0 else self.read(step)
 
     def from_owner(self, step: int) -> Ranges:
         """The rows that owners send for this step, since they are not forwarded."""
@@ -51,11 +51,11 @@ class WalkerRows:
 
     def partials_to_owner(self, step: int) -> Ranges:
         """The rows whose partial results are sent to their owners after this step."""
-        return subtract(self._with_partials(step), self.partials_forwarded(step))
+        return subtract(self.read(step), self.partials_forwarded(step))
 
     @cached_property
-    def _read_later(self) -> list[Ranges]:
-        return read_from_step_on([self.read(step) for step in range(self.num_steps)])
+    def _read_by_any(self) -> Ranges:
+        return join(piece for step in range(self.num_steps) for piece in self.read(step))
 
     def _forwarded(self, step: int) -> Ranges:
         if step == 0:
@@ -64,44 +64,9 @@ class WalkerRows:
         owned = union(self.owned(step - 1), self.owned(step))
         return subtract(intersect(self.needed(step - 1), self.needed(step)), owned)
 
-    def _with_partials(self, step: int) -> Ranges:
-        """The rows that have partial results after this step: those that the rank reads."""
-        return self.read(step)
-
     def _partials_forwarded(self, step: int) -> Ranges:
-        return self._held_next(self._with_partials(step), step)
-
-    def _held_next(self, rows: Ranges, step: int) -> Ranges:
-        """Of these rows, those that the next rank holds, without those that this rank owns."""
-        held = self.needed(step + 1) if step + 1 < self.num_steps else ()
-        return intersect(subtract(rows, self.owned(step)), held)
-
-
-class RelayedRows(WalkerRows):
-    """Rows that are also forwarded by ranks that do not read them, as long as a later rank does.
-
-    Every link then carries the same number of rows in a step.
-    """
-
-    def needed(self, step: int) -> Ranges:
-        """The rows that the rank holds: those that this or a later step reads."""
-        return self._read_later[step]
-
-    def _with_partials(self, step: int) -> Ranges:
-        return self._rows_with_partials[step]
-
-    @cached_property
-    def _rows_with_partials(self) -> list[Ranges]:
-        by_step, arrived = list[Ranges](), ()
-        for step in range(self.num_steps):
-            by_step.append(union(arrived, self.read(step)))
-            arrived = self._held_next(by_step[-1], step)
-        return by_step
-
-
-def read_from_step_on(read: Sequence[Ranges]) -> list[Ranges]:
-    """[step] -> the rows that this step or a later one reads."""
-    return list(accumulate(reversed(read), union))[::-1]
+        held_next = self.needed(step + 1) if step + 1 < self.num_steps else ()
+        return intersect(subtract(self.read(step), self.owned(step)), held_next)
 
 
 class Forwarding:
@@ -113,8 +78,6 @@ class Forwarding:
         self._origins = ranks_by_shard(reads.walk_shards)
         """[owner] -> the origins of the walkers that contain its rows."""
         self._gathers_all = kept and self.schedule.gathers()[1]
-        is_relayed = self.schedule.has_laps and reads.mask.is_dense
-        self._rows_type = RelayedRows if is_relayed else WalkerRows
         self.walker = cache(self._walker)
         """The rows of the walker that a rank holds at step 0."""
         self._steps_with_walkers = cache(self._find_steps_with_walkers)
@@ -164,7 +127,7 @@ class Forwarding:
 
     def _walker(self, origin: int) -> WalkerRows:
         read, owned = partial(self.reads.walker_rows, origin), partial(self._owned, origin)
-        return self._rows_type(read, owned, self.num_steps, self._gathers_all)
+        return WalkerRows(read, owned, self.num_steps, self._gathers_all)
 
     def _owned(self, origin: int, step: int) -> Ranges:
         """The rows of a walker that belong to the rank that holds it in a step."""

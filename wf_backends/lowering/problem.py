@@ -49,8 +49,8 @@ class Reads:
         self.mask, self.queries_walk = problem.mask, problem.queries_walk
         self._layouts = {"q": problem.q_layout, "k": problem.kv_layout}
         self.stay_layout, self.walk_layout = self.ordered(problem.q_layout, problem.kv_layout)
-        schedule = problem.schedule.swapped() if problem.queries_walk else problem.schedule
-        self.schedule = nearest_first(schedule, problem.mask)
+        schedule = problem.schedule
+        self.schedule = schedule.swapped() if problem.queries_walk else schedule
         self.stay_shards, self.walk_shards = self.schedule.q, self.schedule.kv
         self.num_steps = self.schedule.num_steps
         self.stay_rows = cache(self._stay_rows)
@@ -83,28 +83,3 @@ class Reads:
         """The rows of these shards, by part of the mask."""
         rows = join(piece for shard in shards for piece in self._layouts[side][shard])
         return by_part(rows, self.mask, side)
-
-
-def nearest_first(schedule: Schedule, mask: Mask) -> Schedule:
-    """The same meetings, ordered for a sliding window: first the near ranks of either direction.
-
-    Under a window, a shard is read by neighbours of its owner; with zigzag, its first chunk by
-    later ranks, its last chunk by earlier ones. The first half of the hops stays as it is. Then one
-    jump leads to the neighbour on the other side of the origin, and the other hops go on from there
-    in the opposite direction. Few ranks or none read anything halfway, and a row crosses between
-    hosts only once. A schedule whose hops differ is returned as it is.
-    """
-    ranks, steps = range(schedule.num_ranks), schedule.num_steps
-    if mask.band.edges < 2 or steps < 3 or schedule.has_laps:
-        return schedule
-
-    def after(hops: int) -> tuple[int, ...]:
-        return tuple(schedule.holder(hops, rank) for rank in ranks)
-
-    if after(steps) != tuple(ranks):  # walkers would not be back at their origin
-        return schedule
-    ahead = steps // 2
-    behind = steps - ahead - 1
-    jump, opposite_hop = after(behind), after(steps - 1)
-    hops = (schedule.hops[0],) * ahead + (jump,) + (opposite_hop,) * (behind - 1)
-    return Schedule(schedule.q, schedule.kv, hops)

@@ -97,18 +97,13 @@ class Schedule:
         own = own_shards(self.num_ranks)
         return self.q != own, self.kv != own
 
-    @property
-    def has_laps(self) -> bool:
-        """Whether hops differ, as in a double ring: laps of near ranks, and jumps between."""
-        return len(self._equal_hops) > 1
-
     def swapped(self) -> Schedule:
         """The same meetings at the same steps, but keys stay and queries walk.
 
         In the result, `q` names the shards that stay (keys) and `kv` those that walk (queries).
         Where keys of origin o were at rank r at a step, queries of r are now at rank o.
         """
-        if not self.has_laps:
+        if len(self._equal_hops) == 1:  # without laps
             return Schedule(self.kv, self.q, tuple(map(inverse, self.hops[:1])) * len(self.hops))
         ranks = range(self.num_ranks)
         hops = (
