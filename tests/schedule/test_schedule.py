@@ -83,14 +83,6 @@ def test_holder_and_origin_follow_the_hops(schedule: Schedule):
             assert tuple(walking.origin(step, rank) for rank in expected) == ranks
 
 
-def test_equal_hops_are_no_laps() -> None:
-    """Equal by value: a schedule that was read from a file has a tuple for each hop."""
-    schedule = ring(3)
-    copied = Schedule(schedule.q, schedule.kv, tuple(tuple(list(hop)) for hop in schedule.hops))
-    assert copied.hops[0] is not copied.hops[1]
-    assert len(copied._equal_hops) == 1
-
-
 def test_ranks_by_shard_lists_the_ranks_that_hold_a_shard() -> None:
     assert ranks_by_shard(((0, 1), (1, 2), (2,))) == [[0], [0, 1], [1, 2]]
     assert ranks_by_shard(((0, 1), (0, 1))) == [[0, 1], [0, 1]]

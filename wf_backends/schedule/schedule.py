@@ -6,34 +6,16 @@ tiles and their messages are derived from these.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain
 
 from wf_backends.schedule.ranges import join
 
 Shards = tuple[int, ...]  # shard b is what rank b owns
 Hop = tuple[int, ...]  # rank r sends what it holds to rank hop[r]: a permutation
-
-
-@dataclass(frozen=True, slots=True)
-class EqualHops:
-    """Consecutive equal hops, the first of them after step `first_step`."""
-
-    first_step: int
-    cycles: tuple[tuple[Hop, int], ...]
-    """[rank] -> (the cycle of the hop that the rank is on, its index there)."""
-    holders: tuple[int, ...]
-    """[origin] -> the rank that holds the keys of rank `origin` at `first_step`."""
-    origins: tuple[int, ...]
-    """[rank] -> the rank that held at step 0 what this rank holds at `first_step`."""
-
-    def after(self, rank: int, hops: int) -> int:
-        """The rank that a rank's keys reach after `hops` hops, or came from if negative."""
-        cycle, index = self.cycles[rank]
-        return cycle[(index + hops) % len(cycle)]
 
 
 @dataclass(frozen=True)
@@ -58,39 +40,27 @@ class Schedule:
 
     def holder(self, step: int, origin: int) -> int:
         """The rank that holds at a step the keys that rank `origin` held at step 0."""
-        equal = self._equal_hops[bisect_right(self._first_steps, step) - 1]
-        return equal.after(equal.holders[origin], step - equal.first_step)
+        return self._holders[step][origin]
 
     def origin(self, step: int, rank: int) -> int:
         """The rank that held at step 0 the keys that a rank holds at a step."""
-        equal = self._equal_hops[bisect_right(self._first_steps, step) - 1]
-        return equal.origins[equal.after(rank, equal.first_step - step)]
+        return self._origins[step][rank]
 
     @cached_property
-    def _equal_hops(self) -> tuple[EqualHops, ...]:
-        """Not a table [step][rank], which would be large with thousands of ranks."""
-        groups = list[EqualHops]()
-        step, holders = 0, tuple(range(self.num_ranks))
-        for hop, equal_hops in groupby(self.hops or (holders,)):
-            equal = EqualHops(step, cycles(hop), holders, inverse(holders))
-            groups.append(equal)
-            count = len(tuple(equal_hops))
-            step += count
-            holders = tuple(equal.after(rank, count) for rank in holders)
-        return tuple(groups)
+    def _holders(self) -> list[array[int]]:
+        """[step][origin] -> the rank; arrays, since with thousands of ranks there are millions."""
+        holders = [array("i", range(self.num_ranks))]
+        for hop in self.hops:
+            holders.append(array("i", map(hop.__getitem__, holders[-1])))
+        return holders
 
     @cached_property
-    def _first_steps(self) -> list[int]:
-        return [equal.first_step for equal in self._equal_hops]
+    def _origins(self) -> list[array[int]]:
+        return [array("i", inverse(holders)) for holders in self._holders]
 
     def holdings(self) -> tuple[tuple[Shards, ...], ...]:
         """[step][rank] -> the key shards that the rank holds at the step."""
-        holdings = [self.kv]
-        for hop, equal_hops in groupby(self.hops):
-            senders = inverse(hop)
-            for _ in equal_hops:
-                holdings.append(tuple(map(holdings[-1].__getitem__, senders)))
-        return tuple(holdings)
+        return tuple(tuple(map(self.kv.__getitem__, origins)) for origins in self._origins)
 
     def gathers(self) -> tuple[bool, bool]:
         """Whether any rank needs (queries, keys) of other owners at step 0."""
@@ -103,8 +73,8 @@ class Schedule:
         In the result, `q` names the shards that stay (keys) and `kv` those that walk (queries).
         Where keys of origin o were at rank r at a step, queries of r are now at rank o.
         """
-        if len(self._equal_hops) == 1:  # without laps
-            return Schedule(self.kv, self.q, tuple(map(inverse, self.hops[:1])) * len(self.hops))
+        if len({*self.hops}) == 1:
+            return Schedule(self.kv, self.q, (inverse(self.hops[0]),) * len(self.hops))
         ranks = range(self.num_ranks)
         hops = (
             tuple(self.origin(step + 1, self.holder(step, rank)) for rank in ranks)
@@ -113,26 +83,12 @@ class Schedule:
         return Schedule(self.kv, self.q, tuple(hops))
 
 
-def inverse(hop: Hop) -> Hop:
+def inverse(hop: Sequence[int]) -> Hop:
     """The inverse permutation: [rank] -> the rank from which it receives."""
     senders = [0] * len(hop)
     for sender, receiver in enumerate(hop):
         senders[receiver] = sender
     return tuple(senders)
-
-
-def cycles(hop: Hop) -> tuple[tuple[Hop, int], ...]:
-    """[rank] -> (the cycle of the permutation that the rank is on, its index there)."""
-    cycle_of: list[tuple[Hop, int]] = [((), 0)] * len(hop)
-    for first in range(len(hop)):
-        if cycle_of[first][0]:
-            continue
-        cycle = [first]
-        while (following := hop[cycle[-1]]) != first:
-            cycle.append(following)
-        for index, rank in enumerate(cycle):
-            cycle_of[rank] = (tuple(cycle), index)
-    return tuple(cycle_of)
 
 
 def ranks_by_shard(shards_by_rank: Sequence[Shards]) -> list[list[int]]:
