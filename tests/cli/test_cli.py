@@ -106,7 +106,7 @@ def test_bench_links_measures_once_and_then_reads_the_cache(wallfacer, tmp_path:
         (["plan", "--topology", "h100-8x400"], "did you mean 'h100-8x400g'?"),
         (["plan", "--topology", "measure"], "wallfacer bench-links --out topology.json"),
         (["plan", "--topology", "a100-4x-100gbe", "--ranks", "6"], "6 ranks do not fill hosts"),
-        (["plan", "--memory-gib", "0.001"], "the closest, ulysses_degree"),
+        (["plan", "--memory-gib", "0.001"], "GiB a rank; the closest, "),
         (["plan", "--ulysses-degree", "3"], "no ulysses_degree of (3,)"),
         (["plan", "--kv-heads", "5"], "--kv-heads must divide --heads 32, got 5"),
         (["plan", "--seqlen", "0"], "--seqlen must be at least 1, got 0"),

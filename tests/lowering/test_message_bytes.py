@@ -176,4 +176,4 @@ def test_a_step_has_tiles_of_one_document_at_most():
     problem = Problem(ring(4), layout, layout, Mask(FULL, (0, 2 * ROWS, 4 * ROWS)))
     for rank in range(4):
         for step in lower(problem, rank).steps:
-            assert len({tile.keys for tile in step.tiles}) <= 1
+            assert len({tile.keys for r in step.rounds for tile in r.tiles}) <= 1

@@ -76,7 +76,8 @@ def num_tiles(schedule, layout):
     """By rank, its tiles in all steps under a causal mask."""
     problem = Problem(schedule, layout, layout, Mask(CAUSAL))
     programs = [lower(problem, rank) for rank in range(schedule.num_ranks)]
-    return [sum(len(step.tiles) for step in program.steps) for program in programs]
+    rounds = [[r for step in program.steps for r in step.rounds] for program in programs]
+    return [sum(len(round_.tiles) for round_ in of_rank) for of_rank in rounds]
 
 
 def test_neighbouring_full_tiles_of_a_team_join():

@@ -11,6 +11,7 @@ from wf_backends.config import SequenceParallelConfig
 from wf_backends.cost.exact_cost import pass_cost
 from wf_backends.cost.workload import FORWARD, HeadSplit, Workload
 from wf_backends.lowering.message_bytes import Shape
+from wf_backends.planner.explanation import scheme
 from wf_backends.planner.plan import Choice, Request
 from wf_backends.planner.search import all_plans, best_plan, price_plan
 from wf_backends.schedule.mask import CAUSAL, Mask
@@ -33,12 +34,11 @@ def test_more_memory_never_slows_a_plan() -> None:
 
 def test_a_memory_limit_that_no_plan_meets_is_refused_with_the_closest_plan() -> None:
     request = Request(cluster(2, 4), Workload(SHAPE, 2400), memory_bytes=1000)
-    min_gib = min(plan.cost.memory_bytes for plan in all_plans(request)) / 2**30
+    closest = min(all_plans(request), key=lambda plan: plan.cost.memory_bytes)
     with pytest.raises(ValueError) as refusal:
         best_plan(request)
-    message = str(refusal.value)
-    assert "closest, ulysses_degree" in message
-    assert f"needs {min_gib:.3g} GiB" in message
+    message, min_gib = str(refusal.value), closest.cost.memory_bytes / 2**30
+    assert f"the closest, {scheme(closest, 8)}, needs {min_gib:.3g} GiB" in message
     assert "more ranks" in message
 
 

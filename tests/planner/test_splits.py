@@ -139,5 +139,7 @@ def test_chunks_that_only_save_memory_are_looked_at_where_nothing_else_fits() ->
     plan = best_plan(limited)
     assert plan.choice.chunks > 1 and plan.cost.memory_bytes <= limited.memory_limit
     assert plan == all_plans(limited)[0]
-    with pytest.raises(ValueError, match=r"the closest, ulysses_degree 2, 4 chunks, forward"):
+    with pytest.raises(
+        ValueError, match=r"the closest, USP, Ulysses 2 x ring 4, heads in 4 parts, needs"
+    ):
         best_plan(replace(request, memory_bytes=0.1 * min_bytes))

@@ -177,7 +177,7 @@ def test_results_leave_after_the_last_step_that_adds_to_them(rank):
     program = lower(Problem(mesh(2, 2), layout, layout, Mask(CAUSAL)), rank)
     assert any(round_.reduce.send for _, round_ in rounds_of(program))
     for i, round_ in rounds_of(program):
-        later_tiles = [tile for step in program.steps[i + 1 :] for tile in step.tiles]
+        later_tiles = [tile for j, later in rounds_of(program) if j > i for tile in later.tiles]
         for parcel in round_.reduce.send:
             assert not any(intersect(tile.rows, parcel.rows) for tile in later_tiles)
             assert any(not subtract(tile.rows, parcel.rows) for tile in round_.tiles)

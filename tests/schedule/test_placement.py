@@ -82,12 +82,12 @@ def test_the_order_of_the_digits_may_be_a_tuple() -> None:
         ({"order": ["1", "0"]}, "got \\['1', '0'\\]"),
         ({"order": "10"}, "got '10'"),
         ({"order": None}, "got None"),
-        ({"ordr": [1, 0]}, "no route takes 'ordr'; did you mean 'order'"),
+        ({"ordr": [1, 0]}, "got 'ordr'; did you mean 'order'"),
         ({"rows": 3}, "multiply to"),
         ({"host_size": 0}, "host_size must be a positive integer.*got 0"),
         ({"host_size": True}, "host_size must be a positive integer.*got True"),
         ({"host_size": "4"}, "got '4'"),
-        ({"hostsize": 4}, "no route takes 'hostsize'; did you mean 'host_size'"),
+        ({"hostsize": 4}, "got 'hostsize'; did you mean 'host_size'"),
     ),
 )
 def test_a_malformed_placement_is_refused(keys: dict, message: str) -> None:

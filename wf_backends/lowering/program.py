@@ -136,11 +136,6 @@ class Step:
     reduce_in: Parcels
 
     @property
-    def tiles(self) -> tuple[Tile, ...]:
-        """The tiles of all rounds, in order."""
-        return tuple(tile for round_ in self.rounds for tile in round_.tiles)
-
-    @property
     def is_idle(self) -> bool:
         """Whether there is nothing to compute, to send or to receive in this step."""
         parcels = self.hop_out or self.hop_in or self.owner_out or self.owner_in or self.partial_in

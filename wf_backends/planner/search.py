@@ -22,6 +22,7 @@ from wf_backends.cost import (
     pass_cost,
     shape_of,
 )
+from wf_backends.planner.explanation import scheme
 from wf_backends.planner.head_splits import head_splits
 from wf_backends.planner.plan import Choice, PassPlan, Plan, Request, fastest_of, ranked
 from wf_backends.planner.proxy import representative, with_documents, with_message_counts
@@ -107,12 +108,11 @@ def check_memory(best: Plan, request: Request) -> Plan:
         ValueError: if it does not, and so no plan does, saying what it needs.
     """
     needs, limit = best.cost.memory_bytes / 2**30, request.memory_limit / 2**30
-    choice = best.choice
     if needs > limit:
         raise ValueError(
-            f"no plan fits the memory limit of {limit:.3g} GiB a rank; the closest, ulysses_degree "
-            f"{choice.split}, forward {choice.forward}, backward {choice.backward}, "
-            f"needs {needs:.3g} GiB. Use more ranks, a shorter sequence or a smaller batch"
+            f"no plan fits the memory limit of {limit:.3g} GiB a rank; the closest, "
+            f"{scheme(best, request.topology.size)}, needs {needs:.3g} GiB. Use more ranks, a "
+            "shorter sequence or a smaller batch"
         )
     return best
 

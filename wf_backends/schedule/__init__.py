@@ -11,7 +11,6 @@ from wf_backends.schedule.layout import (
 )
 from wf_backends.schedule.mask import Mask, make_mask
 from wf_backends.schedule.placement import (
-    ORDER,
     Placed,
     digits,
     divisors,
@@ -34,7 +33,7 @@ from wf_backends.schedule.ranges import (
     subtract,
     union,
 )
-from wf_backends.schedule.routes import ROUTES, make_schedule
+from wf_backends.schedule.routes import ORDER, ROUTES, make_schedule
 from wf_backends.schedule.schedule import Schedule, Shards, check, ranks_by_shard, render
 from wf_backends.schedule.slices import SLICE_ARGUMENTS, Slice
 

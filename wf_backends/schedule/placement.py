@@ -16,12 +16,11 @@ from itertools import permutations, product
 from operator import mul
 from typing import Any, cast
 
-from wf_backends._validation import nearest, positive
-from wf_backends.schedule.routes import ROUTES, make_schedule
+from wf_backends._validation import positive
+from wf_backends.schedule.routes import HOST_SIZE, ORDER, ROUTES, make_schedule
 from wf_backends.schedule.schedule import Schedule, Shards, inverse
 
 RouteFields = tuple[tuple[str, Any], ...]  # a route without its placement, sorted and hashable
-ORDER, HOST_SIZE = "order", "host_size"  # keys of a placement in a config
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +112,7 @@ def read_placed(route: Mapping[str, Any], n: int, max_host_size: int | None = No
         ValueError: if the route does not fit n ranks, if "order" does not list all digits (names
             them and their sizes), or if a route that gathers nothing has a "host_size" > 1.
     """
-    placement_keys = (ORDER, HOST_SIZE)
-    named = {key: value for key, value in route.items() if key not in placement_keys}
-    route_keys = {key for kind in ROUTES.values() for key in kind.keys}
-    for key in named.keys() - route_keys:
-        if suggestion := nearest(key, placement_keys):
-            raise ValueError(f"no route takes {key!r}{suggestion}")
+    named = {key: value for key, value in route.items() if key not in (ORDER, HOST_SIZE)}
     make_schedule(named, n)  # refuses what does not fit
     plain = in_rank_order(named, n)
     order = route.get(ORDER, plain.order)

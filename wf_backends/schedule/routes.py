@@ -14,6 +14,8 @@ from typing import cast
 from wf_backends._validation import nearest, one_of
 from wf_backends.schedule.schedule import Schedule, Shards, own_shards
 
+ORDER, HOST_SIZE = "order", "host_size"  # keys of a placement, beside those of a route
+
 
 def ring(n: int) -> Schedule:
     """Ring Attention (arXiv 2310.01889): keys walk once around, towards lower ranks.
@@ -140,8 +142,9 @@ def make_schedule(route: Mapping[str, object], n: int) -> Schedule:
     values = {key: value for key, value in route.items() if key != "name"}
     for key in values:
         if key not in kind.keys:
+            hint = nearest(key, (*kind.keys, ORDER, HOST_SIZE))
             takes = f"takes {list(kind.keys)}" if kind.keys else "takes no other key"
-            raise ValueError(f"route {name!r} {takes}, got {key!r}{nearest(key, kind.keys)}")
+            raise ValueError(f"route {name!r} {takes}, got {key!r}{hint}")
     for key in kind.keys:
         value = values.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
