@@ -80,8 +80,9 @@ def _refuse_local_attention(
     """Refuse a model in which some attention would see this rank's tokens only."""
     if not models and not modules_with_receiver:
         raise ValueError(
-            f"nothing in {type(model).__name__} attends over ranks: it holds no Hugging Face "
-            f"model and no module with a method {RECEIVER}(sp) to give the SequenceParallel to"
+            f"nothing in {type(model).__name__} attends over ranks: it holds no model of "
+            "transformers (for one of diffusers call wf_diffusers.attach instead) and no module "
+            f"with a method {RECEIVER}(sp) to give the SequenceParallel to"
         )
     for pretrained in models:
         if not can_attend_over_ranks(pretrained):
