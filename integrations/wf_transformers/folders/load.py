@@ -168,19 +168,7 @@ class Generator:
             ValueError: for a prompt without tokens, or with one that the model does not have, or
                 more tokens than the model has positions.
         """
-        text = self._question(prompt) if self.chat else prompt
-        ids = self.tokenizer(
-            text, return_tensors="pt", add_special_tokens=not self.chat
-        ).input_ids  # the template has its own
-        if not ids.numel():
-            raise ValueError(f"the prompt must have a token at least, got {prompt!r}")
-        embeddings: Any = self.model.get_input_embeddings()
-        vocabulary = embeddings.weight.shape[0]
-        if (largest := int(ids.max())) >= vocabulary:
-            raise ValueError(
-                f"the tokenizer is not the model's: the prompt has the token {largest}, and the "
-                f"model has {vocabulary} tokens"
-            )
+        ids = self._ids(prompt)
         tokens = f"a prompt of {ids.numel()} tokens and --max-new-tokens {max_new_tokens}"
         check_positions(tokens, self.model, ids.numel() + max_new_tokens - 1)
         if not on_host:
@@ -198,6 +186,22 @@ class Generator:
             **options,
         )
         return writer.rest
+
+    def _ids(self, prompt: str) -> Tensor:
+        """(1, tokens) of a prompt, checked against the model's vocabulary."""
+        text = self._question(prompt) if self.chat else prompt
+        special = not self.chat  # a chat template has special tokens of its own
+        ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=special).input_ids
+        if not ids.numel():
+            raise ValueError(f"the prompt must have a token at least, got {prompt!r}")
+        embeddings: Any = self.model.get_input_embeddings()
+        vocabulary = embeddings.weight.shape[0]
+        if (largest := int(ids.max())) >= vocabulary:
+            raise ValueError(
+                f"the tokenizer is not the model's: the prompt has the token {largest}, and the "
+                f"model has {vocabulary} tokens"
+            )
+        return ids
 
     def _question(self, prompt: str) -> str:
         messages = [{"role": "user", "content": prompt}]

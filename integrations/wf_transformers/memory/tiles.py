@@ -94,6 +94,24 @@ def plan_tiles(
     if budget is None:
         return None
     model = without_peft(model)
+    _refuse_plan(model)
+    device = next(model.parameters()).device
+    shape = budget.batch_size or 1, -(-budget.longest(model) // ranks)
+    ids = torch.zeros(shape, dtype=torch.int64, device=device)
+    arguments: dict[str, Any] = {"input_ids": ids}
+    arguments |= {"use_cache": False} if "use_cache" in parameter_names(model) else {}
+    arguments |= {"labels": ids.clone()} if labelled and head_of(model) == "causal" else {}
+    training = model.training
+    try:
+        model.train()
+        with planned_checkpoints(model, checkpointing):
+            return plan_training(model, (), arguments, budget.max_memory, budget.max_slowdown)
+    finally:
+        model.train(training)
+
+
+def _refuse_plan(model: nn.Module) -> None:
+    """Refuse a model of which a plan for "input_ids" and whole parameters would say too little."""
     models = outermost(model)
     if models != [model] or models[0].main_input_name != "input_ids":
         raise NotImplementedError(
@@ -109,19 +127,6 @@ def plan_tiles(
         raise NotImplementedError(
             f'"{AUTOCHUNK}" plans on whole parameters: build the model outside deepspeed.zero.Init'
         )
-    device = next(model.parameters()).device
-    shape = budget.batch_size or 1, -(-budget.longest(model) // ranks)
-    ids = torch.zeros(shape, dtype=torch.int64, device=device)
-    arguments: dict[str, Any] = {"input_ids": ids}
-    arguments |= {"use_cache": False} if "use_cache" in parameter_names(model) else {}
-    arguments |= {"labels": ids.clone()} if labelled and head_of(model) == "causal" else {}
-    training = model.training
-    try:
-        model.train()
-        with planned_checkpoints(model, checkpointing):
-            return plan_training(model, (), arguments, budget.max_memory, budget.max_slowdown)
-    finally:
-        model.train(training)
 
 
 def apply_tiles(model: nn.Module, handle: Handle, plan: TrainingPlan | None) -> list[nn.Module]:
