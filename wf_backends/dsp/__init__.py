@@ -1,7 +1,15 @@
 """Dynamic sequence parallelism (DSP, arXiv 2403.10266): several sequence dimensions."""
 
 from wf_backends.dsp.closeness import NARROW_TOLERANCES, TOLERANCE, error_between, named_tensors
-from wf_backends.dsp.first_forward import RECEIVER, Mode, receivers
+from wf_backends.dsp.first_forward import (
+    RECEIVER,
+    Mode,
+    in_mode,
+    observed_outputs,
+    on_one_rank,
+    receivers,
+    warn,
+)
 from wf_backends.dsp.layout_tracker import LayoutTracker
 from wf_backends.dsp.model import KEY, LAYOUT, read_block, spread
 from wf_backends.dsp.stages import Stages
@@ -21,8 +29,12 @@ __all__ = [
     "TOLERANCE",
     "chunk_sizes",
     "error_between",
+    "in_mode",
     "named_tensors",
+    "observed_outputs",
+    "on_one_rank",
     "read_block",
     "receivers",
     "spread",
+    "warn",
 ]

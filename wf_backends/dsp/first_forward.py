@@ -8,7 +8,7 @@ mixes, counts or averages positions between stages, also modules that we do not 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -73,10 +73,10 @@ class FirstForward(Shared):
         self._compared = True
         problem = _why_not_on_one_rank(model)
         if problem is None:
-            with _evaluated(model, self._sp):
+            with in_mode(model, self._sp, training=False), torch.no_grad():
                 over_ranks = self._run(model, args, kwargs, self._keep_output)
                 try:
-                    with self._tracker.paused(), _on_one_rank(model, self._sp):
+                    with self._tracker.paused(), on_one_rank(model, self._sp):
                         on_one = self._run(model, args, kwargs, self._compare_output)
                     for (name, output), (_, expected) in zip(over_ranks, on_one, strict=True):
                         self._record_error(f"its {name}", output, expected)
@@ -89,13 +89,7 @@ class FirstForward(Shared):
     ) -> list[tuple[str, Tensor]]:
         """The model's named outputs; `observe` sees the output of every module inside."""
         torch.manual_seed(0)
-        with ExitStack() as stack:
-            for name, module in model.named_modules():
-                if name:
-                    hook = module.register_forward_hook(
-                        lambda _, __, output, name=name: observe(name, output)
-                    )
-                    stack.callback(hook.remove)
+        with observed_outputs(model, observe):
             return list(named_tensors(model(*args, **kwargs)))
 
     def _keep_output(self, name: str, output: Any) -> None:
@@ -133,7 +127,7 @@ class FirstForward(Shared):
             text = f"{name} was not verified: {problem or 'another rank could not run it alone'}"
             if self._mode == "strict":
                 raise ValueError(text)
-            return self._warn(text)
+            return warn(text, self._sp)
         if any(wrong):
             what, error, tolerance = self._errors[min(firsts)]
             errors = gather_small(self._sp.comm, torch.tensor(error, dtype=torch.float64))
@@ -144,11 +138,13 @@ class FirstForward(Shared):
             )
             if self._mode == "strict" or tolerance == TOLERANCE:
                 raise NotImplementedError(text)
-            self._warn(text)
+            warn(text, self._sp)
 
-    def _warn(self, text: str) -> None:
-        if self._sp.comm.global_ranks[self._sp.rank] == 0:
-            logging.getLogger(__name__).warning(text)
+
+def warn(text: str, sp: SequenceParallel) -> None:
+    """Log a warning on the first rank of the job."""
+    if sp.comm.global_ranks[sp.rank] == 0:
+        logging.getLogger(__name__).warning(text)
 
 
 def _why_not_on_one_rank(model: nn.Module) -> str | None:
@@ -159,8 +155,8 @@ def _why_not_on_one_rank(model: nn.Module) -> str | None:
 
 
 @contextmanager
-def _on_one_rank(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
-    """Inside, the modules that attend over ranks attend on this rank alone."""
+def on_one_rank(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
+    """Inside, the modules that attend over the ranks of `sp` attend on this rank alone."""
     alone = SequenceParallel(SequenceParallelConfig(), World(1).comm(0))
     for module in receivers(model):
         getattr(module, RECEIVER)(alone)
@@ -172,17 +168,32 @@ def _on_one_rank(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
 
 
 @contextmanager
-def _evaluated(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
-    """Inside, evaluation mode without gradients; then restores modes, random states and counts."""
+def in_mode(model: nn.Module, sp: SequenceParallel, training: bool) -> Iterator[None]:
+    """Inside, all modules train, or none; then restores modes, random states and byte counts."""
     modes = [(module, module.training) for module in model.modules()]
     sent = dict(sp.comm.sent)
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
-            model.eval()
+        with torch.random.fork_rng(devices=devices):
+            model.train(training)
             yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, mode in modes:
+            module.training = mode
         sp.comm.sent.clear()
         sp.comm.sent.update(sent)
+
+
+@contextmanager
+def observed_outputs(
+    model: nn.Module, observe: Observer, left_out: Collection[nn.Module] = ()
+) -> Iterator[None]:
+    """Inside, `observe` sees the output of every module inside the model that is not left out."""
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name and module not in left_out:
+                hook = module.register_forward_hook(
+                    lambda _, __, output, name=name: observe(name, output)
+                )
+                stack.callback(hook.remove)
+        yield

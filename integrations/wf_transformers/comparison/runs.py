@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends import SequenceParallel
 from wf_backends._compile import uncompiled
 from wf_backends.autochunk.tiling import modules_in_tiles
-from wf_backends.comm import World, sum_on_all_ranks
+from wf_backends.comm import sum_on_all_ranks
 from wf_backends.dsp import (
     NARROW_TOLERANCES,
-    RECEIVER,
     TOLERANCE,
     error_between,
     named_tensors,
-    receivers,
+    observed_outputs,
+    on_one_rank,
 )
 from wf_backends.schedule import LAYOUTS
 from wf_transformers.batch import forward_kwargs
@@ -94,10 +94,7 @@ class Comparison:
             self.batch = handle.without_padded_labels(self.batch)
             kwargs = self._attached_kwargs(handle)
             part, part_gradients = self._run(kwargs, self._keep_output, whole=False)
-        with alone:
-            single_rank = SequenceParallel(SequenceParallelConfig(), World(1).comm(0))
-            for module in receivers(self.model):
-                getattr(module, RECEIVER)(single_rank)
+        with alone, on_one_rank(self.model, self.sp):
             no_cache = {"use_cache": False} if "use_cache" in parameter_names(self.model) else {}
             kwargs = self.batch | ({} if self._call else no_cache)
             whole, whole_gradients = self._run(kwargs, self._compare_output, whole=True)
@@ -142,7 +139,8 @@ class Comparison:
             stack.enter_context(torch.set_grad_enabled(self._backward))
             if self._gather is not None:
                 stack.enter_context(_gathered_parameters(self.model, self._gather))
-            with _observed_outputs(self.model, observe):
+            # a tile of a part has other rows than one of the whole
+            with observed_outputs(self.model, observe, modules_in_tiles(self.model)):
                 output = self._call(kwargs, whole) if self._call else self.model(**kwargs)
                 outputs = self._tensors(output, whole)
             if self._backward and (loss := self._loss(outputs, whole)) is not None:
@@ -222,22 +220,6 @@ def _prepared(handle: Handle) -> Iterator[None]:
     with ExitStack() as stack:
         set_until(stack, handle, "first", None)
         set_until(stack, handle.attention, "drops", False)
-        yield
-
-
-@contextmanager
-def _observed_outputs(model: nn.Module, observe: Observer) -> Iterator[None]:
-    """Inside, call `observe` with the name and output of every module inside the model, but for
-    those that run tile by tile: a tile of a part has other rows than one of the whole."""
-
-    def hook(name: str) -> Callable[..., None]:
-        return lambda _, __, output: observe(name, output)
-
-    in_tiles = modules_in_tiles(model)
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            if name and module not in in_tiles:
-                stack.callback(module.register_forward_hook(hook(name)).remove)
         yield
 
 

@@ -9,9 +9,8 @@ them, also in models that we do not know.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from wf_backends import SequenceParallel
 from wf_backends.comm import fingerprint, gather_small
-from wf_backends.dsp import TOLERANCE, Mode
+from wf_backends.dsp import TOLERANCE, Mode, in_mode, warn
 from wf_backends.schedule import LAYOUTS
 from wf_transformers.attention.registry import registered_for
 from wf_transformers.comparison.dropout import FixedRandomness
@@ -30,6 +29,7 @@ from wf_transformers.comparison.runs import Comparison, Gather
 from wf_transformers.handle import Handle
 from wf_transformers.memory.checkpoints import ENABLED
 from wf_transformers.models import outermost
+from wf_transformers.replace import set_until
 
 VERIFY = "verify"
 NO_DIFFERENCE = 1 << 40  # the index of the first difference if there is none
@@ -213,26 +213,14 @@ def _on_device(model: nn.Module, sp: SequenceParallel, can_run: bool) -> Iterato
 def as_before(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
     """Inside, the model trains, without checkpointing. Afterwards its buffers and modes, the random
     state and the byte counts are restored."""
-    modes = [(module, module.training) for module in model.modules()]
-    checkpointed = [module for module in model.modules() if getattr(module, ENABLED, False) is True]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    sent = dict(sp.comm.sent)
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            model.train()
-            for module in checkpointed:  # a short batch fits without it
-                setattr(module, ENABLED, False)
-            yield
-    finally:
-        for module in checkpointed:
-            setattr(module, ENABLED, True)
-        for module, training in modes:
-            module.training = training
-        for buffer, old in buffers:
-            buffer.detach().copy_(old)
-        sp.comm.sent.clear()
-        sp.comm.sent.update(sent)
+    with ExitStack() as stack:
+        for buffer in model.buffers():
+            stack.callback(buffer.detach().copy_, buffer.clone())
+        for module in model.modules():
+            if getattr(module, ENABLED, False) is True:  # a short batch fits without it
+                set_until(stack, module, ENABLED, False)
+        stack.enter_context(in_mode(model, sp, training=True))
+        yield
 
 
 def conclude(
@@ -257,7 +245,7 @@ def conclude(
         reason = problem or f"{failed_ranks} could not run it"
         if mode == "strict":
             raise ValueError(f"{name} was not verified: {reason}")
-        return _warn(f"{name} was not verified: {reason}", sp)
+        return warn(f"{name} was not verified: {reason}", sp)
     if min(firsts) < NO_DIFFERENCE:
         description, error, tolerance = errors[min(min(firsts), len(errors) - 1)]
         message = (
@@ -267,14 +255,8 @@ def conclude(
         )
         if mode == "strict" or tolerance == TOLERANCE:
             raise NotImplementedError(message)
-        return _warn(f"{message}. {ROUNDING}", sp)
+        return warn(f"{message}. {ROUNDING}", sp)
     if not any(cut):
         raise NotImplementedError(NEVER_CUT.format(name=name))
     where, largest, _ = max(errors, key=lambda entry: entry[1])
     return Report(len(errors), largest, where)
-
-
-def _warn(message: str, sp: SequenceParallel) -> None:
-    """Log a warning on the first rank of the job."""
-    if sp.comm.global_ranks[sp.rank] == 0:
-        logging.getLogger(__name__).warning(message)
