@@ -58,7 +58,7 @@ LONG: dict[str, str] = {
     "tests/integrations/test_diffusers.py": "scripts_of_docs|compiled|"
     r"of_one_device\[\w+-([13]-|4-contiguous)|"
     r"\[(allegro|cogview3plus|easyanimate|framepack_of_one|glm_image|hunyuan_dit|"
-    r"qwen_image_layered)(-2-contiguous)?\]",
+    r"qwen_image_layered|cosmos_control)(-2-contiguous)?\]",
     "tests/integrations/test_first_step_compiled.py": "",
     "tests/integrations/test_first_step_trainers.py": r"\[zero2\]",
     "tests/integrations/test_deepspeed_published.py": rf"the_example|{all_but('zero3_offload.*')}",

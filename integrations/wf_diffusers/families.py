@@ -13,7 +13,7 @@ from diffusers.models.transformers import transformer_qwenimage, transformer_sky
 from torch import nn
 
 from wf_diffusers.cuts import Cut, Family
-from wf_diffusers.refused import MODELS
+from wf_diffusers.refused import why_not
 
 CONTROL = "controlnet_block_samples"
 KWARGS = "arguments of attention, such as an IP-Adapter's"
@@ -120,6 +120,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 IMAGE,
                 Cut("transformer_blocks.*", (("image_rotary_emb",),)),
                 Cut("transformer_blocks.*", (("extra_pos_emb",),)),
+                Cut("transformer_blocks.*", (("controlnet_residual",),)),
                 Cut("transformer_blocks.*", (("temb", "embedded_timestep"),), ndim=3),
                 Cut("norm_out", (("temb", "embedded_timestep"),), ndim=3),
             ),
@@ -291,9 +292,4 @@ def family_of(model: nn.Module) -> Family:
     for base in type(model).__mro__:
         if base.__name__ in FAMILIES and base.__module__.startswith("diffusers."):
             return FAMILIES[base.__name__]
-    name = type(model).__name__
-    reason = next((f" ({why})" for begin, why in MODELS.items() if name.startswith(begin)), "")
-    raise NotImplementedError(
-        f"{name} is none of the models of diffusers that WallFacer supports{reason}: "
-        f"{', '.join(sorted(FAMILIES))}"
-    )
+    raise NotImplementedError(why_not(model, sorted(FAMILIES)))

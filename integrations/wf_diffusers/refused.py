@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +37,21 @@ MODELS: Mapping[str, str] = MappingProxyType(
     }
 )
 """How the names of models begin that cannot be split as the others are, and why."""
+
+
+def why_not(model: nn.Module, supported: Sequence[str]) -> str:
+    """Say why a model is none of the supported ones, and what to attach if one is inside of it."""
+    name = type(model).__name__
+    reason = next((f" ({why})" for begin, why in MODELS.items() if name.startswith(begin)), "")
+    inside = (
+        f". Attach the {type(module).__name__} inside of it, its {path}"
+        for path, module in model.named_modules()
+        if type(module).__name__ in supported
+    )
+    return (
+        f"{name} is none of the models of diffusers that WallFacer supports{reason}: "
+        f"{', '.join(supported)}{next(inside, '')}"
+    )
 
 
 def refuse_call(model: nn.Module, arguments: Mapping[str, Any], family: Family) -> None:

@@ -60,6 +60,7 @@ if hasattr(diffusers, "ZImageTransformer2DModel"):
     FAMILIES["ltx2_by_token"] = videos.ltx2_by_token
     FAMILIES |= {
         "chronoedit": videos.chronoedit,
+        "cosmos_control": videos.cosmos_control,
         "glm_image": others.glm_image,
         "kandinsky5": others.kandinsky5,
         "prx": others.prx,

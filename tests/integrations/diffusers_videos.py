@@ -126,7 +126,7 @@ def skyreels_by_frame() -> tuple[Any, dict[str, Any]]:
     return skyreels(torch.tensor([[100, 300, 500]]), enable_diffusion_forcing=True)
 
 
-def cosmos(timestep: Tensor | None = None) -> tuple[Any, dict[str, Any]]:
+def cosmos(timestep: Tensor | None = None, **config: Any) -> tuple[Any, dict[str, Any]]:
     model = diffusers.CosmosTransformer3DModel(
         **WIDTH,
         in_channels=4,
@@ -136,6 +136,7 @@ def cosmos(timestep: Tensor | None = None) -> tuple[Any, dict[str, Any]]:
         adaln_lora_dim=8,
         max_size=(4, 8, 8),
         concat_padding_mask=False,  # it would need torchvision
+        **config,
     )
     positions = randn(1, 27, 32)  # its own module takes no float64
     model.learnable_pos_embed.forward = lambda x: positions.to(x.dtype)
@@ -150,6 +151,12 @@ def cosmos(timestep: Tensor | None = None) -> tuple[Any, dict[str, Any]]:
 def cosmos_by_frame() -> tuple[Any, dict[str, Any]]:
     """A timestep for each of 3 frames, as where the first frames are given."""
     return cosmos(torch.tensor([0.1, 0.3, 0.5]).double().view(1, 1, 3, 1, 1))
+
+
+def cosmos_control() -> tuple[Any, dict[str, Any]]:
+    """With the residuals of a ControlNet, for every second block."""
+    model, kwargs = cosmos(controlnet_block_every_n=2)
+    return model, kwargs | {"block_controlnet_hidden_states": [randn(1, 27, 32)]}
 
 
 def mochi() -> tuple[Any, dict[str, Any]]:

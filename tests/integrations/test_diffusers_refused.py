@@ -193,6 +193,9 @@ def test_a_model_of_an_unknown_class_is_refused() -> None:
     sana = diffusers.SanaTransformer2DModel(num_layers=0, num_attention_heads=1)
     with pytest.raises(NotImplementedError, match=r"Sana.* \(linear attention sums .*\): .*Flux"):
         wf_diffusers.attach(sana, one_rank())
+    compiled = torch.compile(build("dit")[0])
+    with pytest.raises(NotImplementedError, match="Attach the DiT.* inside of it, its _orig_mod"):
+        wf_diffusers.attach(compiled, one_rank())
 
 
 def test_a_model_that_is_attached_already_is_refused() -> None:
