@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.schedule.positions import owned_positions
 from wf_backends.lowering.areas import tile_area
 from wf_backends.lowering.tiles import make_tiles
+from wf_backends.schedule import filling
 from wf_backends.schedule.filling import causal_load
 from wf_backends.schedule.layout import document_zigzag, make_layout
 from wf_backends.schedule.mask import CAUSAL, Mask
@@ -87,6 +88,18 @@ def test_at_most_two_documents_a_rank_are_cut(distribution, n, seed):
     cu_seqlens = drawn_documents(distribution, seed, min_tokens=1024 * n)
     pieces = num_pieces(document_zigzag(n, cu_seqlens), cu_seqlens)
     assert sum(pieces) <= len(pieces) + 2 * (n - 1)
+
+
+def test_tolerated_unevenness_saves_cuts(monkeypatch):
+    cu_seqlens = drawn_documents("zipf", 0)
+
+    def total_pieces():
+        layout = document_zigzag.__wrapped__(16, cu_seqlens)  # not the cached one
+        return sum(num_pieces(layout, cu_seqlens))
+
+    pieces_with_tolerance = total_pieces()
+    monkeypatch.setattr(filling, "TOLERANCES", (0.0,))
+    assert pieces_with_tolerance < total_pieces()
 
 
 def test_documents_that_divide_evenly_are_not_cut():

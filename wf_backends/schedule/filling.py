@@ -10,11 +10,16 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, pairwise, product
+from math import inf
 from typing import NamedTuple
 
 from wf_backends.schedule.ranges import Range, Ranges, join, size
 from wf_backends.schedule.slices import Slice
+
+MAX_EXCESS = 0.02
+"""The busiest rank may have this share more than the mean, so that fewer segments are cut."""
+TOLERANCES = (MAX_EXCESS, MAX_EXCESS / 2, MAX_EXCESS / 4, 0.0)  # tried in this order
 
 
 class Segment(NamedTuple):
@@ -129,20 +134,43 @@ def _segments_of_slice(slice_: Slice) -> Iterator[Segment]:
         yield Segment(start, stop, keys(start), slope)
 
 
-def fill_evenly(num_ranks: int, segments: Sequence[Segment]) -> tuple[Ranges, ...]:
-    """Shards that are even in tokens and in scores, for the segments of a sequence, densest first.
+def fill_evenly(num_ranks: int, load: Load, segments: Sequence[Segment]) -> tuple[Ranges, ...]:
+    """The shards of a sequence, even in tokens and in scores (see `fill`).
+
+    Tolerances are tried from the largest, which cuts the fewest segments, until shards are even.
+
+    Args:
+        load: of the sequence. segments: those of the load, the densest first.
+    """
+    best, best_excess = (), inf
+    for tolerance in TOLERANCES:
+        shards = fill(num_ranks, segments, tolerance)
+        excess = load.excess(shards)
+        if excess < best_excess:
+            best, best_excess = shards, excess
+        if best_excess <= MAX_EXCESS:
+            break
+    return best
+
+
+def fill(num_ranks: int, segments: Sequence[Segment], tolerance: float) -> tuple[Ranges, ...]:
+    """Fill rank after rank from the densest and from the sparsest segments that are left.
 
     Dense segments have more scores for their tokens than the mean, sparse ones fewer. So some
-    amounts from both ends together have the mean number of tokens and the mean number of scores:
-    rank after rank gets such amounts of what is left.
+    amounts from both ends together have the mean number of tokens and the mean number of scores.
+
+    Args:
+        segments: the densest first.
+        tolerance: a rank may be off the mean of what is left by this share, to cut fewer segments.
     """
     line = _Line(segments)
     shards = list[Ranges]()
-    first, last = 0, line.edges[-1]
+    first, last = 0, line.num_tokens
     for ranks_left in range(num_ranks, 0, -1):
-        count = round((last - first) / ranks_left)
-        front = line.front(first, last, count, line.scores(first, last) / ranks_left)
-        back = front + last - first - count
+        means = (last - first) / ranks_left, line.scores(first, last) / ranks_left
+        front, back = last, last
+        if ranks_left > 1:
+            front, back = line.cut_ends(first, last, means, tolerance)
         shards.append(join((*line.rows(first, front), *line.rows(back, last))))
         first, last = front, back
     return tuple(shards)
@@ -155,6 +183,7 @@ class _Line:
         self.segments = segments
         self.edges = list(accumulate((segment.length for segment in segments), initial=0))
         self.scores_before = list(accumulate((segment.area for segment in segments), initial=0))
+        self.num_tokens = self.edges[-1]
 
     def rows(self, start: int, stop: int) -> Iterator[Range]:
         """The rows between two points."""
@@ -168,15 +197,38 @@ class _Line:
         """The scores of the rows between two points."""
         return self._scores_until(stop) - self._scores_until(start)
 
-    def front(self, first: int, last: int, count: int, scores: float) -> int:
-        """The point up to which `count` tokens of [first, last) are taken from the front, the
-        others from the back, so that they have these scores."""
+    def cut_ends(
+        self, first: int, last: int, means: tuple[float, float], tolerance: float
+    ) -> tuple[int, int]:
+        """Points (front, back): [first, front) and [back, last) together have the mean (tokens,
+        scores), within the tolerance. Of all such points, those that cut the fewest segments.
+        """
+        count = round(means[0])
 
         def scores_with(in_front: int) -> float:
-            back = last - count + in_front
-            return self.scores(first, first + in_front) + self.scores(back, last)
+            front, back = first + in_front, last - count + in_front
+            return self.scores(first, front) + self.scores(back, last)
 
-        return first + bisect_left(range(count), scores, key=scores_with)
+        in_front = bisect_left(range(count), means[1], key=scores_with)
+        best = (2, 0.0), (in_front, count - in_front)  # (cuts, deviation), tokens at both ends
+        fronts = self._with_edges(first + in_front)
+        backs = self._with_edges(last - count + in_front)
+        for front, back in product(fronts, backs):
+            if not first <= front <= back <= last:
+                continue
+            tokens = front - first, last - back
+            sums = sum(tokens), self.scores(first, front) + self.scores(back, last)
+            pairs = zip(sums, means, strict=True)
+            deviation = max(abs(value / mean - 1) for value, mean in pairs if mean)
+            cuts = int(front not in fronts[1:]) + int(back not in backs[1:])
+            if deviation <= tolerance:
+                best = min(best, ((cuts, deviation), tokens))
+        return first + best[1][0], last - best[1][1]
+
+    def _with_edges(self, point: int) -> tuple[int, int, int]:
+        """The point, and the edges of the segment that it lies in."""
+        index = self._segment_at(point)
+        return point, self.edges[index], self.edges[min(index + 1, len(self.edges) - 1)]
 
     def _segment_at(self, point: int) -> int:
         return min(bisect_right(self.edges, point), len(self.segments)) - 1

@@ -15,13 +15,12 @@ from math import ceil
 from types import MappingProxyType
 
 from wf_backends._validation import one_of
-from wf_backends.schedule.filling import Segment, causal_load, fill_evenly, segments_of
+from wf_backends.schedule.filling import MAX_EXCESS, Segment, causal_load, fill_evenly, slices_load
 from wf_backends.schedule.mask import Mask
 from wf_backends.schedule.ranges import Range, Ranges, join, size
 from wf_backends.schedule.slices import Slice
 
 Layout = tuple[Ranges, ...]  # rank -> its shard
-MAX_EXCESS = 0.02  # of the busiest rank over the mean, so that no document is cut
 
 
 def contiguous(num_ranks: int, seqlen: int) -> Layout:
@@ -65,7 +64,7 @@ def document_zigzag(num_ranks: int, cu_seqlens: tuple[int, ...]) -> Layout:
     documents = sorted(load.segments, key=lambda document: (-document.length, document.start))
     layout = _assign_documents(num_ranks, documents)
     if load.excess(layout) > MAX_EXCESS:
-        layout = min(layout, fill_evenly(num_ranks, documents), key=load.excess)
+        layout = min(layout, fill_evenly(num_ranks, load, documents), key=load.excess)
     if not all(layout):
         raise _too_short("document_zigzag", cu_seqlens[-1], num_ranks, 2 * num_ranks)
     return layout
@@ -88,9 +87,9 @@ def balanced(num_ranks: int, seqlen: int, slices: tuple[Slice, ...]) -> Layout:
             raise ValueError(
                 f"q_ranges must end within the sequence of {seqlen} tokens, got {slice_.q}"
             )
-    segments = segments_of(slices, seqlen)
-    densest_first = sorted(segments, key=lambda segment: (-segment.density, segment.start))
-    return tuple(sorted(fill_evenly(num_ranks, densest_first)))
+    load = slices_load(slices, seqlen)
+    densest_first = sorted(load.segments, key=lambda segment: (-segment.density, segment.start))
+    return tuple(sorted(fill_evenly(num_ranks, load, densest_first)))
 
 
 @dataclass(frozen=True, slots=True)
