@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -48,6 +49,12 @@ def _initialize(
     """
     call = inspect.signature(original).bind(*args, **kwargs)
     call.arguments.update(with_group_batch_size(call.arguments))
+    if KEY not in find_config(call.arguments):
+        warnings.warn(
+            f'the DeepSpeed config has no "{KEY}" block: this engine runs without WallFacer',
+            RuntimeWarning,
+            stacklevel=3,
+        )
     engine, optimizer, loader, scheduler = initialize_with(
         original, call.args, call.kwargs, whole_batches=True
     )

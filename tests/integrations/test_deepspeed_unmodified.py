@@ -164,6 +164,16 @@ def test_opened_restores_the_functions_that_it_replaces() -> None:
     assert replaced_functions() == before
 
 
+def test_an_engine_without_a_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = (SimpleNamespace(), None, None, None)
+    monkeypatch.setattr(deepspeed, "initialize", lambda model=None, config=None: plain)
+    without, disabled = {"train_batch_size": 1}, {"wallfacer": {"enabled": False}}
+    with wf_deepspeed.opened(), pytest.warns(RuntimeWarning, match='no "wallfacer"') as caught:
+        assert deepspeed.initialize(config=without) == plain
+        assert deepspeed.initialize(config=disabled) == plain
+    assert len(caught) == 1
+
+
 def test_a_missing_script_is_an_error_with_a_usage_line() -> None:
     with pytest.raises(AssertionError, match=r"usage: python -m wf_deepspeed .* 'nowhere.py'"):
         run_ranks(["-m", "wf_deepspeed", "nowhere.py"], 1)
