@@ -44,8 +44,8 @@ LONG: dict[str, str] = {
     "tests/integrations/test_colossalai_launch.py": r"one_process\[[ct]|same_curve",
     "tests/integrations/test_colossalai_strategies.py": "",
     "tests/integrations/test_colossalai_faults.py": "_test_passes",
-    "tests/integrations/test_accelerate.py": "penalised|smoothed|own_loss|recomputed|ddp_auto|"
-    r"trainer_groups|compiled|the_example",
+    "tests/integrations/test_accelerate.py": "penalised|smoothed|own_loss|recomputed|offloaded|"
+    r"ddp_auto|trainer_groups|compiled|the_example",
     "tests/integrations/test_lightning.py": "as_one_process",
     "tests/integrations/test_deepspeed_unmodified.py": r"without_wallfacer\[module\]",
     "tests/integrations/test_deepspeed_exact.py": "two_ranks|compiled_engine|four_ranks.*"
@@ -64,7 +64,7 @@ LONG: dict[str, str] = {
     "tests/integrations/test_first_step_trainers.py": r"\[zero2\]",
     "tests/integrations/test_deepspeed_published.py": rf"the_example|{all_but('zero3_offload.*')}",
     "tests/integrations/test_torch.py": r"data_parallel|bf16|no_sequence|mesh|fsdp_hybrid\]",
-    "tests/integrations/test_preferences.py": r"_groups\]|reward|lora|cpo",
+    "tests/integrations/test_preferences.py": r"_groups\]|reward|lora|[ck][pt]o\]",
     "tests/cluster/test_discover_processes.py": "'a', 'a'|'a', 'b', 'a'|spoilt|side_by_side|"
     r"cannot_be_written",
     "tests/cluster/test_measure_links_processes.py": "hosts0",

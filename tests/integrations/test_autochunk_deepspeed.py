@@ -6,7 +6,6 @@ does, and what its results are: autochunk_worker.py.
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=ImportError)
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
+from tests.integrations.autochunk_worker import STAGE_AND_RECOMPUTE  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 
 pytestmark = [pytest.mark.processes, pytest.mark.deepspeed]
@@ -30,7 +30,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-@pytest.mark.parametrize(("stage", "recompute"), list(product(range(4), (False, True))))
+@pytest.mark.parametrize(("stage", "recompute"), STAGE_AND_RECOMPUTE)
 def test_gradients_and_collectives_equal_those_without_tiles(
     stage: int, recompute: bool, ranks: list[dict[str, Any]]
 ) -> None:
