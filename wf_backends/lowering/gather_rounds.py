@@ -125,8 +125,11 @@ class GatherRounds:
         computed = self._computed_rows(step, rank)
         num_rounds = max([*computed, *(part.round_index for part in parts)]) + 1
         for index in range(num_rounds):
-            now = [part for part in parts if part.round_index == index]
-            exchanges = {part.exchange: self._exchange(rank, part.exchange, now) for part in now}
+            by_name: defaultdict[str, list[ExchangePart]] = defaultdict(list)
+            for part in parts:
+                if part.round_index == index:
+                    by_name[part.exchange].append(part)
+            exchanges = {name: self._exchange(rank, name, by_name[name]) for name in by_name}
             yield computed.get(index, ()), Round((), **exchanges)
 
     def _host(self, rank: int) -> int:
@@ -238,7 +241,6 @@ class GatherRounds:
     def _exchange(self, rank: int, name: str, parts: list[ExchangePart]) -> Exchange:
         """An exchange of a round: all rows that go to a peer together, or come from it."""
         own, held = self.layout[rank], self.rows(rank)
-        parts = [part for part in parts if part.exchange == name]
         sends = [(part.receiver, part.rows) for part in parts if part.sender == rank]
         receives = [(part.sender, part.rows) for part in parts if part.receiver == rank]
         return Exchange(
