@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from threading import Lock
 
 from wf_backends.lowering.forwarding import Forwarding
@@ -21,7 +21,6 @@ from wf_backends.schedule import Ranges, intersect, join, size, subtract
 _DERIVING = Lock()  # ranks may be threads: the first derives a problem, the others read the cache
 
 
-@lru_cache(maxsize=512)
 def lower(problem: Problem, rank: int) -> RankProgram:
     """The program of one rank. All ranks get programs that fit together."""
     with _DERIVING:
@@ -40,8 +39,9 @@ class _Derivation:
         self.reads = Reads(problem)
         self.forwarding = Forwarding(self.reads, problem.kept)
         self.gathering = GatherRounds(self.reads, problem.host_size)
+        self.program = cache(self._program)
 
-    def program(self, rank: int) -> RankProgram:
+    def _program(self, rank: int) -> RankProgram:
         """The program of a rank."""
         stay = _WrittenRows()
         steps = tuple(self._step(step, rank, stay) for step in range(self.reads.num_steps))

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from math import inf
 from typing import Literal
 
@@ -17,6 +17,7 @@ from wf_backends.schedule import (
     Mask,
     Range,
     Ranges,
+    Slice,
     globalize,
     intersect,
     join,
@@ -95,8 +96,11 @@ def by_part(ranges: Ranges, mask: Mask, side: Literal["q", "k"]) -> Parts:
     if not ranges:
         return {}
     if mask.slices is not None:
-        clipped = ((i, _clip(ranges, getattr(s, side))) for i, s in enumerate(mask.slices))
-        return {i: inside for i, inside in clipped if inside}
+        limits, order, starts, reached = _by_start(mask.slices, side)
+        near = set[int]()
+        for start, stop in ranges:
+            near.update(order[bisect_right(reached, start) : bisect_left(starts, stop)])
+        return {i: inside for i in sorted(near) if (inside := _clip(ranges, limits[i]))}
     borders = mask.cu_seqlens
     if borders is None:
         return {0: ranges}
@@ -104,6 +108,18 @@ def by_part(ranges: Ranges, mask: Mask, side: Literal["q", "k"]) -> Parts:
     for start, stop in ranges:
         documents.update(range(bisect_right(borders, start) - 1, bisect_left(borders, stop)))
     return {i: _clip(ranges, borders[i : i + 2]) for i in sorted(documents)}
+
+
+@lru_cache(maxsize=64)
+def _by_start(
+    slices: tuple[Slice, ...], side: Literal["q", "k"]
+) -> tuple[list[Range], list[int], list[int], list[int]]:
+    """The limits of slices on a side; and their indices, starts and the largest stop so far, in the
+    order of their starts."""
+    limits: list[Range] = [getattr(slice_, side) for slice_ in slices]
+    order = sorted(range(len(limits)), key=limits.__getitem__)
+    starts, stops = ([limits[i][end] for i in order] for end in (0, 1))
+    return limits, order, starts, [*accumulate(stops, max)]
 
 
 def _clip(ranges: Ranges, limits: Sequence[int]) -> Ranges:

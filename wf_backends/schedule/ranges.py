@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import accumulate
+from math import inf
 
 Range = tuple[int, int]  # start, stop
 Ranges = tuple[Range, ...]
@@ -77,10 +79,10 @@ def locate_each(rows: Ranges, held: Ranges) -> list[Range]:
 
     Every range of `rows` must lie inside one range of `held`.
     """
-    starts, offsets = [start for start, _ in held], _offsets(held)
+    offsets = _offsets(held)
     local: list[Range] = []
     for start, stop in rows:
-        index = bisect_right(starts, start) - 1
+        index = bisect_right(held, (start, inf)) - 1
         assert index >= 0 and stop <= held[index][1], f"rows {rows} are not all in {held}"
         shift = offsets[index] - held[index][0]
         local.append((start + shift, stop + shift))
@@ -102,6 +104,7 @@ def globalize(local: Ranges, held: Ranges) -> Ranges:
     return join(positions)
 
 
-def _offsets(held: Ranges) -> list[int]:
+@lru_cache(maxsize=64)  # needed for every tile
+def _offsets(held: Ranges) -> tuple[int, ...]:
     """The row at which each range begins in a buffer of `held`, and the buffer's length."""
-    return list(accumulate(map(range_length, held), initial=0))
+    return tuple(accumulate(map(range_length, held), initial=0))
