@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from wf_backends._compile import uncompiled
 from wf_backends.comm import Shared, World, gather_small
 from wf_backends.dsp.closeness import NARROW_TOLERANCES, TOLERANCE, error_between, named_tensors
 from wf_backends.dsp.layout_tracker import Cut, LayoutTracker
@@ -89,7 +90,7 @@ class FirstForward(Shared):
     ) -> list[tuple[str, Tensor]]:
         """The model's named outputs; `observe` sees the output of every module inside."""
         torch.manual_seed(0)
-        with observed_outputs(model, observe):
+        with uncompiled(), observed_outputs(model, observe):  # observers would be compiled too
             return list(named_tensors(model(*args, **kwargs)))
 
     def _keep_output(self, name: str, output: Any) -> None:
