@@ -216,6 +216,14 @@ def test_options_that_ranks_cannot_follow_are_refused(options: dict[str, Any], m
     assert message in refusal(llama, prompts(), **options)
 
 
+@pytest.mark.parametrize("own", [{}, {"generation_config": transformers.GenerationConfig()}])
+def test_options_of_a_checkpoint_that_ranks_cannot_follow_are_refused(own: dict[str, Any]):
+    model = llama().eval()
+    model.generation_config.max_time = 9.0
+    assert "max_time=9.0: ranks would stop" in refusal(lambda: model, prompts(), **own)
+    on_ranks(1, lambda: model, prompts(), max_time=None, **own)  # taken back
+
+
 def test_a_second_prompt_of_the_same_model_is_refused():
     """As classifier-free guidance runs one, whose tokens must not enter the cache."""
     model = llama().eval()

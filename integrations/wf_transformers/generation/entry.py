@@ -19,6 +19,9 @@ from wf_transformers.generation.states import has_state
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost
 
+REPLACED = {"cache_implementation": None, "use_cache": True}
+"""Options that do not matter where a checkpoint's generation config has them."""
+
 
 def generate(
     model: Any, handle: Handle, inputs: Tensor, cache: ShardedCache | None = None, **options: Any
@@ -44,7 +47,7 @@ def generate(
             that `shard_media` does not know, and media after the prompt.
     """
     _refuse_model(model, handle)
-    _refuse_options(options)
+    _refuse_options(model, options)
     (pretrained,) = outermost(model)
     media = take_media(pretrained, options)
     cache = ShardedCache(handle.sp) if cache is None else cache
@@ -59,7 +62,7 @@ def generate(
             "the prompt of a new cache; leave them out if the cache has all of their tokens"
         )
     key = next(name for name in reversed(CACHES) if name in parameter_names(pretrained))
-    caching = {key: cache, "cache_implementation": None, "use_cache": True}
+    caching = REPLACED | {key: cache}
     with Forwards(pretrained, handle, cache, key, len(inputs), media).hooked():
         output = model.generate(inputs, **options | caching)
         check_same(handle, output if isinstance(output, Tensor) else output.sequences)
@@ -90,9 +93,11 @@ def _refuse_model(model: Any, handle: Handle) -> None:
         )
 
 
-def _refuse_options(options: Mapping[str, Any]) -> None:
-    config = options.get("generation_config")
-    given = {**(config.to_dict() if config is not None else {}), **options}
+def _refuse_options(model: Any, options: Mapping[str, Any]) -> None:
+    configs = (getattr(model, "generation_config", None), options.get("generation_config"))
+    of_model, own = ({} if x is None else x.to_dict() for x in configs)
+    of_model = {name: x for name, x in of_model.items() if name not in REPLACED}
+    given = {**of_model, **{name: x for name, x in own.items() if x is not None}, **options}
     reasons = {
         "max_time": "ranks would stop at different tokens; give max_new_tokens",
         "cache_implementation": "the cache is the one over ranks; leave it out",
