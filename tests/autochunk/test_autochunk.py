@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.autochunk.graph.models import NAMES, TOKENS, model_and_inputs
 from tests.autochunk.helpers import (
@@ -188,6 +189,7 @@ def test_as_many_plans_are_kept_as_a_server_has_memory_for(monkeypatch: pytest.M
             assert relative_error(chunked(x), model(x)) < 1e-6
             planned += [] if chunked.plan is plan else [rows]
     assert planned == [500, 400, 512]
+    assert FakeTensorMode.cache_info().size == 0  # of shapes of inputs, for the whole process
 
 
 def test_with_gradients_the_model_runs_unchunked_and_warns() -> None:

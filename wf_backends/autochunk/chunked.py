@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import has_torch_function
 from torch.utils import _pytree as pytree
 
@@ -171,6 +172,7 @@ class ChunkedForward:
                 planned = use_plan(model, args, kwargs, self._plan)
             else:
                 planned = find_plan(model, args, kwargs, self._budget, known=self._plan)
+            FakeTensorMode.cache_clear()  # torch keeps what it has of every shape of inputs
             self._budget = self._budget.in_bytes(planned.plan.peak_before)
             while len(self._planned) >= MAX_PLANS:
                 del self._planned[next(iter(self._planned))]  # the oldest one
