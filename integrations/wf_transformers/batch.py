@@ -105,8 +105,8 @@ def _borders_of_samples(model: nn.Module, mask: Tensor) -> tuple[tuple[int, ...]
 def is_causal(model: nn.Module) -> bool:
     """Whether no module in `model` that sees tokens says that its attention is not causal."""
     encoders = media_modules(model)
-    tokens = (m for name, m in model.named_modules() if encoders.isdisjoint(name.split(".")))
-    return all(getattr(module, "is_causal", True) for module in tokens)
+    others = ((n, m) for n, m in model.named_modules() if not getattr(m, "is_causal", True))
+    return all(not encoders.isdisjoint(name.split(".")) for name, _ in others)
 
 
 def _refuse_unspreadable(model: nn.Module) -> None:

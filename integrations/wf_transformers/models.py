@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 import transformers
@@ -35,10 +36,15 @@ def row_of(table: Mapping[str, Row], module: nn.Module) -> Row | None:
     return next((table[name] for name in names if name in table), None)
 
 
-def transformers_classes(module: nn.Module) -> list[type]:
+def transformers_classes(module: nn.Module) -> tuple[type, ...]:
     """The classes of a module that transformers.models defines, the most derived first."""
-    classes = type(module).__mro__
-    return [cls for cls in classes if cls.__module__.startswith("transformers.models.")]
+    return _from_transformers(type(module))
+
+
+@lru_cache(maxsize=1024)  # asked for every module in every call
+def _from_transformers(cls: type) -> tuple[type, ...]:
+    """A class and its bases, as far as transformers.models defines them."""
+    return tuple(c for c in cls.__mro__ if c.__module__.startswith("transformers.models."))
 
 
 def outermost(module: nn.Module) -> list[PreTrainedModel]:

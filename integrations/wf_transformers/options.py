@@ -152,6 +152,8 @@ def _compare_first_call(model: nn.Module, handle: Handle) -> None:
 
     @eager
     def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not handle.awaits_first:
+            return
         arguments = by_name(names, args, kwargs)
         is_pretrained = bool(outermost(model))  # otherwise the arguments are unknown
         is_whole = is_pretrained and (tokens_of(arguments) is None or is_cut_inside(model))

@@ -25,7 +25,7 @@ def uses_rng_in_training(model: nn.Module) -> bool:
 def _uses_rng(module: nn.Module) -> bool:
     if isinstance(module, _DropoutNd):
         return module.p > 0
-    config = getattr(module, "config", None)
+    config = vars(module).get("config")
     fields = vars(config) if isinstance(config, PretrainedConfig) else {}
     probabilities = (
         value

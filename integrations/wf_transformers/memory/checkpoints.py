@@ -101,7 +101,7 @@ def recompute_checkpoints_with_documents(model: nn.Module, handle: Handle) -> No
     Functions with a `context_fn` of the caller's own stay as they are.
     """
     for module in model.modules():
-        function = getattr(module, CHECKPOINT_FUNCTION, None)
+        function = vars(module).get(CHECKPOINT_FUNCTION)
         if not (getattr(module, ENABLED, False) and isinstance(function, partial)):
             continue
         if checkpoint in (function.func, *function.args) and "context_fn" not in function.keywords:
