@@ -170,6 +170,7 @@ def test_ranks_that_do_not_fill_hosts_are_refused() -> None:
         ({"hosts": 10**400}, "'hosts' must be at most 1000000, got 1000"),
         ({"kernels": {"flahs": RATE}}, "unknown kernel 'flahs'; did you mean 'flash'"),
         ({"host": 2}, "unknown key 'host'; did you mean 'hosts'"),
+        ({"q_ranges": []}, r"unknown key 'q_ranges' \(known keys: \['name', 'hosts'"),
     ],
 )
 def test_a_wrong_key_is_named(changes: dict[str, Any], message: str) -> None:

@@ -250,7 +250,7 @@ def _check_keys(where: str, block: Any, keys: Iterable[str]) -> Mapping[str, Any
 def _refuse_unknown(where: str, noun: str, names: Iterable[str], known: Sequence[str]) -> None:
     for name in names:
         if name not in known:
-            hint = f"{nearest(name, known)} {noun.title()}s: {list(known)}"
+            hint = f"{nearest(name, known)} (known {noun}s: {list(known)})"
             raise ValueError(f"{where}: unknown {noun} {name!r}{hint}")
 
 
