@@ -101,6 +101,23 @@ def end_early() -> None:
         MPI.COMM_WORLD.Abort(0)  # the meeting can neither end nor be left
 
 
+def connect_late() -> None:
+    """Rank 1 makes the group a second later than rank 0."""
+    make_group = dist.init_process_group
+
+    def make_group_late(*args: Any, **kwargs: Any) -> None:
+        make_group(*args, **kwargs)
+        if dist.get_rank() == 1:
+            time.sleep(1.0)
+        report({"rank": dist.get_rank(), "made": time.time()})
+
+    dist.init_process_group = make_group_late
+    init(timeout=TIMEOUT_S)
+    left = time.time()
+    made = json.loads(Path(sys.argv[1], f"{os.getpid()}.json").read_text())
+    report(made | {"left": left})
+
+
 def exit_without_close() -> None:
     """Exit while a thread of gloo has a tensor to free, and the program still holds the groups."""
     init(timeout=TIMEOUT_S)
@@ -123,5 +140,5 @@ def report(facts: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     programs = (join, join_twice, fail_and_join, report_the_error, stay_away)
-    programs += (end_early, exit_without_close)
+    programs += (end_early, connect_late, exit_without_close)
     {program.__name__: program for program in programs}[sys.argv[2]]()

@@ -173,8 +173,12 @@ def test_a_rank_0_that_does_not_come_is_named(set_environ):
 def test_a_rank_0_that_comes_late_is_awaited(set_environ):
     port = free_port()
     set_environ(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    rank_0 = threading.Timer(0.5, dist.TCPStore, ("127.0.0.1", port, 2, True))
-    rank_0.start()
+    stores = list[dist.TCPStore]()
+
+    def listen() -> None:
+        stores.append(dist.TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False))
+
+    threading.Timer(0.5, listen).start()
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 .* waited 3 s at .*: ranks \[0\]"):
         launch.init(timeout=3)
 

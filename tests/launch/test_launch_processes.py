@@ -104,6 +104,13 @@ def test_a_rank_that_ends_before_it_sends_by_mpi_is_named_long_before_the_timeou
     assert error == f"rank {1 - rank} of 2: rank {rank} has ended and did not meet the others"
 
 
+@pytest.mark.processes
+def test_no_rank_leaves_init_before_all_are_connected():
+    """If it ended then, the connecting of the others would fail by an error of gloo's."""
+    reports = run(TORCHRUN, "connect_late")
+    assert min(report["left"] for report in reports) >= max(report["made"] for report in reports)
+
+
 @pytest.mark.mpi
 def test_the_example_of_the_readme_equals_dense_attention():
     pytest.importorskip("mpi4py")

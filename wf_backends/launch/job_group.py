@@ -22,7 +22,13 @@ from wf_backends._validation import seconds
 from wf_backends.comm import DEFAULT_TIMEOUT_S, LOG_FOLDER, job_board
 from wf_backends.launch.ending import failed, leave_at_exit, settle_at_exit
 from wf_backends.launch.environment import LAUNCHERS, JobProcess, default_log_folder, detect
-from wf_backends.launch.rendezvous import meet, open_store, take_gpu, with_local
+from wf_backends.launch.rendezvous import (
+    await_connected,
+    meet,
+    open_store,
+    take_gpu,
+    with_local,
+)
 
 MPI_LAUNCHERS = ("openmpi", "mpich", "mpi4py")
 STDERR = 2
@@ -135,6 +141,7 @@ def _open_group(backend: str, process: JobProcess, timeout: float) -> JobProcess
         timeout=timedelta(seconds=timeout),
         device_id=device if device.type == "cuda" else None,
     )
+    await_connected(store, process, timeout)
     return process
 
 

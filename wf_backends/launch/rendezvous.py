@@ -166,6 +166,36 @@ def meet(store: Store, process: JobProcess, timeout: float) -> tuple[Store, JobP
     return store, process
 
 
+def await_connected(store: Store, process: JobProcess, timeout: float) -> None:
+    """Wait until all ranks have made the group, rank 0 until the others no longer need its store.
+
+    If one rank ended before, the connecting of the others would fail without naming it.
+
+    Raises:
+        RuntimeError: if some rank does not come within the timeout, or has ended.
+    """
+    ranks = process.world_size
+    wait = timedelta(seconds=timeout)
+    try:
+        _count(store, "connected", ranks)
+        in_time(lambda: store.wait([f"all {ranks} connected"], wait), timeout + GRACE_S)
+        if process.rank > 0:
+            _count(store, "leaving", ranks - 1)
+        elif ranks > 1:
+            in_time(lambda: store.wait([f"all {ranks - 1} leaving"], wait), timeout + GRACE_S)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {process.rank} of {ranks} ({process.launcher}) is connected to all ranks, but "
+            f"within {timeout:g} s not all of them are, or rank 0 has ended: {error}"
+        ) from error
+
+
+def _count(store: Store, what: str, ranks: int) -> None:
+    """Count this rank; the last one of `ranks` sets the key for which others wait."""
+    if store.add(what, 1) == ranks:
+        store.set(f"all {ranks} {what}", "")
+
+
 def _late_ranks(store: Store, keys: list[str]) -> list[int]:
     """The ranks that have not come; [0] if none is missing, or rank 0 has ended with its store."""
     try:
