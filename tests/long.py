@@ -75,6 +75,7 @@ LONG: dict[str, str] = {
     "tests/launch/test_launch_processes.py": "end_well|joins_again|of_the_readme",
     "tests/runtime/test_attention_processes.py": r"over_mpi\[4",
     "tests/dsp/test_strategies_processes.py": "over_mpi",
+    "tests/dsp/test_compiled_processes.py": "",
     # ranks as threads
     "tests/runtime/test_exact.py": rf"{SIX_AND_EIGHT}|on_every_schedule\[[1368]|_long|_many|"
     r"contiguous.*\[(full|two_sided|documents|window)-8|dtypes.*(dtype2|window)",
