@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from wf_backends.launch import job_group as launch
 from wf_backends.launch import rendezvous
-from wf_backends.launch.environment import JobProcess
+from wf_backends.launch.environment import JobProcess, with_local
 
 
 def test_unknown_backends_are_refused():
@@ -199,6 +199,14 @@ def test_a_batch_script_of_slurm_without_srun_is_told_to_start_python_through_it
         rendezvous.meet(dist.HashStore(), process, timeout=0.1)
 
 
+def test_a_rank_that_does_not_connect_is_named():
+    process = JobProcess("torchrun", 0, 3, 0, 3, "here", 1)
+    store = dist.HashStore()
+    store.set("connected 2", "")
+    with pytest.raises(RuntimeError, match=r"rank 0 of 3 .* waited 0.1 s: ranks \[1\] did not"):
+        rendezvous.await_connected(store, process, timeout=0.1)
+
+
 def test_ranks_meet_and_agree_whatever_number_of_restarts_their_agents_count():
     """torchrun's agent of a host counts only the failures of its own ranks."""
     store = dist.HashStore()
@@ -280,12 +288,12 @@ def test_a_rank_beside_a_launcher_that_names_another_one_is_warned_of(set_enviro
 
 
 def test_a_local_rank_without_a_variable_is_counted_by_hosts():
-    process = rendezvous.with_local(JobProcess("mpi4py", 2, 4), ["b", "a", "b", "b"])
+    process = with_local(JobProcess("mpi4py", 2, 4), ["b", "a", "b", "b"])
     assert (process.local_rank, process.local_size) == (1, 3)
 
 
 def test_a_local_rank_of_the_launcher_is_kept():
-    process = rendezvous.with_local(JobProcess("openmpi", 2, 4, 2, 3), ["b", "a", "b", "b"])
+    process = with_local(JobProcess("openmpi", 2, 4, 2, 3), ["b", "a", "b", "b"])
     assert (process.local_rank, process.local_size) == (2, 3)
 
 

@@ -6,8 +6,8 @@ Pure: standard library only.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 DEFAULT_PORT = 29500  # torch's, where MASTER_ADDR is set alone
@@ -101,6 +101,21 @@ def detect(environ: Mapping[str, str]) -> JobProcess:
         restart=_optional(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def with_local(process: JobProcess, hosts: Sequence[str]) -> JobProcess:
+    """The process with local rank and size; if no variable gives them, they are counted by host.
+
+    Args:
+        hosts: the host name of every rank, by rank.
+    """
+    ranks_on_host = [rank for rank, host in enumerate(hosts) if host == hosts[process.rank]]
+    local_rank, local_size = process.local_rank, process.local_size
+    if local_rank is None:
+        local_rank = ranks_on_host.index(process.rank)
+    if local_size is None:
+        local_size = len(ranks_on_host)
+    return replace(process, local_rank=local_rank, local_size=local_size)
 
 
 def first_host(nodelist: str) -> str:

@@ -21,14 +21,14 @@ import torch.distributed as dist
 from wf_backends._validation import seconds
 from wf_backends.comm import DEFAULT_TIMEOUT_S, LOG_FOLDER, job_board
 from wf_backends.launch.ending import failed, leave_at_exit, settle_at_exit
-from wf_backends.launch.environment import LAUNCHERS, JobProcess, default_log_folder, detect
-from wf_backends.launch.rendezvous import (
-    await_connected,
-    meet,
-    open_store,
-    take_gpu,
+from wf_backends.launch.environment import (
+    LAUNCHERS,
+    JobProcess,
+    default_log_folder,
+    detect,
     with_local,
 )
+from wf_backends.launch.rendezvous import await_connected, meet, open_store, take_gpu
 
 MPI_LAUNCHERS = ("openmpi", "mpich", "mpi4py")
 STDERR = 2

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -20,9 +19,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from wf_backends.comm import gather_texts, in_time, make_comm
-from wf_backends.launch.environment import JobProcess
+from wf_backends.launch.environment import JobProcess, with_local
 
 ATTEMPT, MET = "attempt", "met"  # keys: the name of rank 0's attempt, and who came to it
+ALL_CONNECTED = "all connected"  # key
 LOOK_S = 1.0  # after which a rank looks whether rank 0 has begun another attempt
 GRACE_S = 5.0  # in which a wait with a timeout ends by itself
 POLL_S = 0.2  # between two looks whether rank 0 listens
@@ -174,33 +174,43 @@ def await_connected(store: Store, process: JobProcess, timeout: float) -> None:
     Raises:
         RuntimeError: if some rank does not come within the timeout, or has ended.
     """
-    ranks = process.world_size
-    wait = timedelta(seconds=timeout)
+    ranks = range(process.world_size)
+    connected, leaving = ([f"{what} {rank}" for rank in ranks] for what in ("connected", "leaving"))
+
+    def wait(keys: list[str]) -> None:
+        in_time(lambda: store.wait(keys, timedelta(seconds=timeout)), timeout + GRACE_S)
+
     try:
-        _count(store, "connected", ranks)
-        in_time(lambda: store.wait([f"all {ranks} connected"], wait), timeout + GRACE_S)
-        if process.rank > 0:
-            _count(store, "leaving", ranks - 1)
-        elif ranks > 1:
-            in_time(lambda: store.wait([f"all {ranks - 1} leaving"], wait), timeout + GRACE_S)
+        store.set(connected[process.rank], "")
+        if process.rank == 0:
+            wait(connected)
+            store.set(ALL_CONNECTED, "")
+        wait([ALL_CONNECTED])
+        store.set(leaving[process.rank], "")
+        if process.rank == 0:
+            wait(leaving)
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {process.rank} of {ranks} ({process.launcher}) is connected to all ranks, but "
-            f"within {timeout:g} s not all of them are, or rank 0 has ended: {error}"
+            f"rank {process.rank} of {len(ranks)} ({process.launcher}) connected to all ranks and "
+            f"waited {timeout:g} s: ranks {_missing(store, connected)} did not, or have ended: "
+            f"{error}"
         ) from error
-
-
-def _count(store: Store, what: str, ranks: int) -> None:
-    """Count this rank; the last one of `ranks` sets the key for which others wait."""
-    if store.add(what, 1) == ranks:
-        store.set(f"all {ranks} {what}", "")
 
 
 def _late_ranks(store: Store, keys: list[str]) -> list[int]:
     """The ranks that have not come; [0] if none is missing, or rank 0 has ended with its store."""
     try:
-        part = _part(store, store.get(ATTEMPT).decode()) if store.check([ATTEMPT]) else None
-        return [rank for rank, key in enumerate(keys) if part and not part.check([key])] or [0]
+        if store.check([ATTEMPT]):
+            return _missing(_part(store, store.get(ATTEMPT).decode()), keys)
+    except RuntimeError:
+        pass
+    return [0]
+
+
+def _missing(store: Store, keys: list[str]) -> list[int]:
+    """The ranks whose keys are not in the store; [0] if all are, or the store has ended."""
+    try:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])] or [0]
     except RuntimeError:
         return [0]
 
@@ -248,21 +258,6 @@ def _join_rank_0(store: Store, process: JobProcess, keys: list[str], timeout: fl
             pass
         if time.monotonic() > end:
             raise dist.DistStoreError("rank 0 did not confirm this process")
-
-
-def with_local(process: JobProcess, hosts: Sequence[str]) -> JobProcess:
-    """The process with local rank and size; if no variable gives them, they are counted by host.
-
-    Args:
-        hosts: the host name of every rank, by rank.
-    """
-    ranks_on_host = [rank for rank, host in enumerate(hosts) if host == hosts[process.rank]]
-    local_rank, local_size = process.local_rank, process.local_size
-    if local_rank is None:
-        local_rank = ranks_on_host.index(process.rank)
-    if local_size is None:
-        local_size = len(ranks_on_host)
-    return replace(process, local_rank=local_rank, local_size=local_size)
 
 
 def take_gpu(store: Store, process: JobProcess) -> torch.device:
