@@ -10,7 +10,7 @@ import pytest
 
 transformers = pytest.importorskip("transformers", reason="the transformers extra is missing")
 
-ON_EIGHT = ("--ranks", "8", "--seqlen", "65536")
+ON_FOUR = ("--ranks", "4", "--seqlen", "32768")
 
 
 @pytest.fixture
@@ -25,16 +25,16 @@ def llama(tmp_path: Path) -> str:
 
 def test_plan_takes_the_shape_of_a_model(wallfacer_json, llama: str) -> None:
     shape = ("--heads", "16", "--kv-heads", "4", "--head-dim", "96")
-    expected = wallfacer_json("plan", *shape, *ON_EIGHT)
-    assert expected != wallfacer_json("plan", *ON_EIGHT)
-    assert expected == wallfacer_json("plan", "--model", llama, *ON_EIGHT)
-    assert expected == wallfacer_json("plan", *ON_EIGHT, "--model", f"{llama}/config.json")
+    expected = wallfacer_json("plan", *shape, *ON_FOUR)
+    assert expected != wallfacer_json("plan", *ON_FOUR)
+    assert expected == wallfacer_json("plan", "--model", llama, *ON_FOUR)
+    assert expected == wallfacer_json("plan", *ON_FOUR, "--model", f"{llama}/config.json")
 
 
 def test_an_option_overrides_the_model(wallfacer_json, llama: str) -> None:
     kv_heads = ("--kv-heads", "16")
-    expected = wallfacer_json("plan", "--heads", "16", "--head-dim", "96", *kv_heads, *ON_EIGHT)
-    assert expected == wallfacer_json("plan", *kv_heads, "--model", llama, *ON_EIGHT)
+    expected = wallfacer_json("plan", "--heads", "16", "--head-dim", "96", *kv_heads, *ON_FOUR)
+    assert expected == wallfacer_json("plan", *kv_heads, "--model", llama, *ON_FOUR)
 
 
 def test_explain_takes_the_shape_of_a_model(wallfacer, llama: str) -> None:
@@ -52,8 +52,8 @@ def test_bench_takes_the_shape_of_a_model(wallfacer_json, llama: str, tmp_path: 
 def test_a_config_without_key_heads_has_as_many_as_heads(wallfacer_json, tmp_path: Path) -> None:
     transformers.GPT2Config(n_embd=768, n_head=12).save_pretrained(tmp_path)
     shape = ("--heads", "12", "--kv-heads", "12", "--head-dim", "64")
-    expected = wallfacer_json("plan", *shape, *ON_EIGHT)
-    assert expected == wallfacer_json("plan", "--model", str(tmp_path), *ON_EIGHT)
+    expected = wallfacer_json("plan", *shape, *ON_FOUR)
+    assert expected == wallfacer_json("plan", "--model", str(tmp_path), *ON_FOUR)
 
 
 def test_a_model_with_latents_has_a_head_dim_of_its_values(
@@ -63,9 +63,9 @@ def test_a_model_with_latents_has_a_head_dim_of_its_values(
     dims = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
     transformers.DeepseekV3Config(**heads, **dims).save_pretrained(tmp_path)
     shape = ("--heads", "8", "--kv-heads", "8", "--head-dim", "48")
-    expected = wallfacer_json("plan", *shape, "--value-dim", "24", *ON_EIGHT)
-    assert expected == wallfacer_json("plan", "--model", str(tmp_path), *ON_EIGHT)
-    assert expected != wallfacer_json("plan", *shape, *ON_EIGHT)
+    expected = wallfacer_json("plan", *shape, "--value-dim", "24", *ON_FOUR)
+    assert expected == wallfacer_json("plan", "--model", str(tmp_path), *ON_FOUR)
+    assert expected != wallfacer_json("plan", *shape, *ON_FOUR)
     args = ("--seqlen", "128", "--repeats", "1", "--cache-dir", str(tmp_path / "kept"), "--json")
     assert wallfacer("bench", "--model", str(tmp_path), *args)[0] == 0
     assert "--value-dim must be at least 0" in wallfacer("plan", "--value-dim", "-1")[2]

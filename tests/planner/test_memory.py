@@ -24,7 +24,7 @@ def test_more_memory_never_slows_a_plan() -> None:
     request = Request(cluster(8, 1, gbit=0.025), Workload(WIDE_SHAPE, 8192), degrees=(1,))
     ring = in_rank_order({"name": "ring"}, 8)
     ring_bytes = price_plan(request, Choice(1, ring, ring)).cost.memory_bytes
-    limits = [ring_bytes * factor for factor in (1, 1.25, 1.5, 2, 3, 4)]
+    limits = [ring_bytes * factor for factor in (1, 1.5, 4)]
     plans = [best_plan(replace(request, memory_bytes=limit)) for limit in limits]
     seconds = [plan.cost.seconds for plan in plans]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
@@ -33,23 +33,23 @@ def test_more_memory_never_slows_a_plan() -> None:
 
 
 def test_a_memory_limit_that_no_plan_meets_is_refused_with_the_closest_plan() -> None:
-    request = Request(cluster(2, 4), Workload(SHAPE, 2400), memory_bytes=1000)
+    request = Request(cluster(2, 2), Workload(SHAPE, 2400), memory_bytes=1000)
     closest = min(all_plans(request), key=lambda plan: plan.cost.memory_bytes)
     with pytest.raises(ValueError) as refusal:
         best_plan(request)
     message, min_gib = str(refusal.value), closest.cost.memory_bytes / 2**30
-    assert f"the closest, {scheme(closest, 8)}, needs {min_gib:.3g} GiB" in message
+    assert f"the closest, {scheme(closest, 4)}, needs {min_gib:.3g} GiB" in message
     assert "more ranks" in message
 
 
 def test_gathered_rows_are_kept_where_memory_allows() -> None:
-    request = Request(cluster(4, 2, gbit=0.025), Workload(WIDE_SHAPE, 8192), degrees=(1,))
+    request = Request(cluster(4, 1, gbit=0.025), Workload(WIDE_SHAPE, 4096), degrees=(1,))
     may_keep = replace(request, keeps=(False, True), layers=8)
     gathers_again, keeps = best_plan(request), best_plan(may_keep)
     assert not gathers_again.choice.keep and keeps.choice.keep
     assert keeps.cost.seconds < gathers_again.cost.seconds
     assert keeps.choice.forward == keeps.choice.backward
-    assert SequenceParallelConfig.from_dict(keeps.choice.to_config(8, "zigzag")).keep_gathered
+    assert SequenceParallelConfig.from_dict(keeps.choice.to_config(4, "zigzag")).keep_gathered
     kept_bytes_of_8_layers = 8 * keeps.forward.gathered_bytes
     assert keeps.cost.memory_bytes > kept_bytes_of_8_layers > 0
     limited = replace(may_keep, memory_bytes=gathers_again.cost.memory_bytes)
