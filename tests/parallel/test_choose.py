@@ -215,10 +215,9 @@ def test_auto_backward_moves_the_faster_side() -> None:
 
 def test_lengths_are_rounded_before_planning() -> None:
     """8193 to 9216 tokens have one plan; 8192 have another."""
-    four_ranks = SequenceParallelConfig(sequence_parallel_size=4)
+    few = SequenceParallelConfig(sequence_parallel_size=4)
     of_8192, *longer = (
-        plan_of(four_ranks, seqlen=seqlen, mask=Mask(CAUSAL))
-        for seqlen in (8192, 8193, 9000, 9216)
+        plan_of(few, seqlen=seqlen, mask=Mask(CAUSAL)) for seqlen in (8192, 8193, 9000, 9216)
     )
     assert of_8192 != longer[0] == longer[1] == longer[2]
 
