@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,37 +65,74 @@ SHARED_STAGES = Stages(
 )
 
 
-def gradients_of_forwards(model, shapes):
-    """Gradients of one backward after a forward on an input of each (rows, columns)."""
+def gradients_of_forwards(model, shapes, order=()):
+    """Gradients after a forward on an input of each (rows, columns) and one backward of all, or in
+    an order of forwards (i) and their backwards (~i)."""
     random = torch.Generator().manual_seed(1)
     inputs = [torch.randn(2, *shape, 3, 3, generator=random).double() for shape in shapes]
-    sum(model(x).square().mean() for x in inputs).backward()
+    if not order:
+        sum(model(x).square().mean() for x in inputs).backward()
+    losses = {}
+    for i in order:
+        if i >= 0:
+            losses[i] = model(inputs[i]).square().mean()
+        else:
+            losses[~i].backward()
     return [p.grad for p in model.parameters()]
 
 
-def tracked_gradients_of_forwards(comm, shapes):
-    model = filled(SharedStages())
+def tracked_gradients_of_forwards(comm, shapes, order=(), model=SharedStages):
+    model = filled(model())
     LayoutTracker(model, DynamicSequenceParallel(comm, gradients="averaged"), SHARED_STAGES)
-    gradients_of_forwards(model, shapes)
+    gradients_of_forwards(model, shapes, order)
     GradientMean(comm)(model.parameters())
     return [p.grad for p in model.parameters()]
 
 
 @pytest.mark.parametrize("num_ranks", (1, 2, 3, 4))
-@pytest.mark.parametrize("shapes", [[(5, 7)], [(5, 7), (6, 9)], [(4, 8), (4, 8), (9, 2)]], ids=str)
+@pytest.mark.parametrize(
+    "shapes", [[(5, 7)], [(5, 7), (6, 9)], [(4, 8), (4, 8), (9, 2)], [(8, 4), (4, 8)]], ids=str
+)
 def test_a_recomputed_stage_gets_the_shard_of_its_forward(num_ranks, shapes):
     """Also where a module is called several times, and forwards of several sizes wait for one
-    backward."""
+    backward: on two ranks (8, 4) cut along rows and (4, 8) cut along columns have one shape."""
     expected = gradients_of_forwards(filled(SharedStages()), shapes)
     for grads in run_threads(num_ranks, tracked_gradients_of_forwards, shapes):
         for grad, expected_grad in zip(grads, expected, strict=True):
             assert (grad - expected_grad).abs().max() < 1e-10
 
 
-def test_a_recomputed_stage_with_two_possible_shards_is_refused():
-    """On two ranks (8, 4) cut along rows and (4, 8) cut along columns have the same shape."""
-    with pytest.raises(ValueError, match="'rows' runs again .* hidden state \\[4, 4, 3\\]"):
-        run_threads(2, tracked_gradients_of_forwards, [(8, 4), (4, 8)])
+class CheckpointedWhole(SharedStages):
+    """One checkpoint around all of these: in its forward nothing there has a graph."""
+
+    def forward(self, x):
+        return checkpoint(self.body, self.first(x), use_reentrant=True).sin()
+
+    def body(self, x):
+        for stage in (self.columns, self.rows, self.columns):
+            x = stage(x)
+        return self.last(x)
+
+
+class InAnObject(SharedStages):
+    def forward(self, x):
+        return SimpleNamespace(square=super().forward(x).square)
+
+
+@pytest.mark.parametrize("model", (SharedStages, CheckpointedWhole, InAnObject))
+@pytest.mark.parametrize("order", [(0, 1, ~1, 2, ~0, ~2), (0, 1, ~0, ~1), (0, 2, 1, ~1, ~2, ~0)])
+def test_a_backward_gets_the_shards_of_its_own_forward_whatever_ran_since(model, order):
+    shapes = [(8, 4), (6, 9), (4, 8)]
+    expected = gradients_of_forwards(filled(model()), shapes, order)
+    for grads in run_threads(2, tracked_gradients_of_forwards, shapes, order, model):
+        for grad, expected_grad in zip(grads, expected, strict=True):
+            assert (grad - expected_grad).abs().max() < 1e-10
+
+
+def test_a_stage_that_got_one_shape_by_two_cuts_of_one_forward_is_refused():
+    """Of one row and one column, the second of two ranks has both, however they are cut."""
+    with pytest.raises(ValueError, match=r"'columns' runs outside .* \[1, 1, 3\], .* with 2 cuts"):
+        run_threads(2, tracked_gradients_of_forwards, [(1, 1)])
 
 
 class Scaled(Mix):

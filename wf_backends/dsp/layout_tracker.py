@@ -13,12 +13,13 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from wf_backends._compile import eager
 from wf_backends._validation import nearest
 from wf_backends.comm import Shared
+from wf_backends.dsp.closeness import named_tensors
 from wf_backends.dsp.stages import Stages
 from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded, chunk_sizes
 
@@ -33,6 +34,10 @@ class Cut:
     lengths: Mapping[str, int]
 
 
+Cuts = dict[tuple[str, LocalLengths], list[Cut | None]]
+"""The cuts that each stage got in a forward, by its name and local lengths."""
+
+
 class LayoutTracker(Shared):
     """Hooks that shard, switch and gather a model's hidden state; `remove()` takes them off.
 
@@ -41,8 +46,7 @@ class LayoutTracker(Shared):
     `wf_backends.parallel.GradientMean`, or a data-parallel wrapper over these ranks).
 
     Works under activation checkpointing: when a stage runs again in the backward, the shape of its
-    input tells how it was sharded in the forward. If several forwards that wait for their backward
-    gave a stage the same shape with different cuts, this raises ValueError.
+    input tells how that forward sharded it. The graph behind the model's output holds the cuts.
 
     Args:
         dsp: over the ranks; made with gradients="averaged".
@@ -61,9 +65,9 @@ class LayoutTracker(Shared):
         """Switches in the forward passes so far."""
         self.current_cut: Cut | None = None
         """How the hidden state is cut now; None while it is whole."""
-        self._in_forward = self._recomputed = self._paused = self._remembers = False
-        self._cuts: dict[tuple[str, LocalLengths], list[Cut | None]] = {}
-        """The cuts that each stage got in the forwards so far, by its name and local lengths."""
+        self._in_forward = self._paused = False
+        self._cuts: Cuts = {}
+        """Those of the forward, or backward, that runs or was the last."""
         modules = dict(model.named_modules())
         needs = _resolve(stages.needs, modules)
         for name in (stages.enters, stages.leaves):
@@ -72,7 +76,7 @@ class LayoutTracker(Shared):
                 raise ValueError(f"the model has no module {name!r}{nearest(name, known)}")
         self._hooks: list[RemovableHandle] = [
             model.register_forward_pre_hook(lambda *_: self._set_in_forward(True)),
-            model.register_forward_hook(lambda *_: self._check_left()),
+            model.register_forward_hook(lambda _, args, out: self._check_left(out)),
             model.register_forward_hook(lambda *_: self._set_in_forward(False), always_call=True),
             modules[stages.leaves].register_forward_hook(lambda _, args, out: self._gather(out)),
         ]
@@ -119,11 +123,9 @@ class LayoutTracker(Shared):
 
     def _set_in_forward(self, in_forward: bool) -> None:
         """The model's forward begins or ends; outside of it nothing is sharded."""
-        self._in_forward, self._remembers = in_forward, torch.is_grad_enabled()
-        self.current_cut = None
-        if in_forward and self._recomputed:  # the backward of the earlier forwards has run
-            self._cuts.clear()
-            self._recomputed = False
+        self._in_forward, self.current_cut = in_forward, None
+        if in_forward:
+            self._cuts = {}
 
     def _before_stage(
         self, name: str, needed_dim: str | None, _: nn.Module, args: tuple[Any, ...]
@@ -151,16 +153,15 @@ class LayoutTracker(Shared):
         lengths = tuple(self._lengths(x).values())
         cuts = self._cuts.setdefault((name, lengths), [])
         if self._in_forward:
-            if self._remembers and self.current_cut not in cuts:
+            if self.current_cut not in cuts:
                 cuts.append(self.current_cut)
             return self.current_cut
-        self._recomputed = True
         if len(cuts) == 1 or (cuts and self.dsp.size == 1):  # on one rank all cuts are equal
             return cuts[0]
         raise ValueError(
-            f"{name!r} runs again in a backward, and of the forwards since the last one "
-            f"{len(cuts)} may have given it the hidden state {list(lengths)}: run the backward of "
-            "one forward before the next forward"
+            f"{name!r} runs outside of the model's forward, with a hidden state of "
+            f"{list(lengths)}, which came to it with {len(cuts)} cuts in that forward: such a "
+            "backward must begin at the model's output, and a length not be less than the ranks"
         )
 
     def _split(self, name: str, x: Tensor) -> tuple[Cut, Tensor]:
@@ -196,13 +197,24 @@ class LayoutTracker(Shared):
             )
         return Sharded(x, self.stages.dims[cut.along], sizes)
 
-    def _check_left(self) -> None:
+    def _check_left(self, out: Any) -> None:
         if self.current_cut is not None:
             raise ValueError(
                 f"the forward ended without {self.stages.leaves!r} behind {self.stages.enters!r}: "
                 f"its output is a part, cut along {self.current_cut.along!r}. leaves must name the "
                 "module behind which the hidden state is whole again"
             )
+        self._mark(out)
+
+    @eager
+    def _mark(self, out: Any) -> None:
+        """Have a backward through `out` begin with the cuts of the forward that runs now."""
+        for _, x in named_tensors(out):
+            if x.grad_fn is not None:
+                x.register_hook(partial(self._begin_backward, self._cuts))
+
+    def _begin_backward(self, cuts: Cuts, _: Tensor) -> None:
+        self._cuts = cuts
 
     def _gather(self, out: Any) -> Tensor:
         """The whole output of the module `leaves`, from this rank's shard."""
@@ -216,7 +228,9 @@ class LayoutTracker(Shared):
             raise ValueError(f"{name!r} must return the hidden state, got {type(out).__name__}")
         self.current_cut = None
         shard = self._check_shard(name, cut, out)
-        return self.dsp.gather(shard, self.stages.dims[cut.along])
+        whole = self.dsp.gather(shard, self.stages.dims[cut.along])
+        self._mark(whole)
+        return whole
 
 
 def _resolve(needs: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:
