@@ -71,11 +71,7 @@ class TrlTrainer:
         return bool(getattr(self._trainer.args, "precompute_ref_log_probs", False))
 
     def connect(self, handle: Handle) -> None:
-        """Make the trainer train the model of `handle`.
-
-        Raises:
-            ValueError: if the completions of one prompt would be split between data-parallel ranks.
-        """
+        """Make the trainer train the model of `handle`."""
         trainer, sp = self._trainer, handle.sp
         handle.first = None  # the model is called without labels, so there is no loss to compare
         if self._trains_policy:
@@ -139,12 +135,7 @@ def _refuse_options(trainer: Any, needs_whole_parameters: bool) -> None:
 
 
 def set_generation_batch(trainer: Any, size: int, handle: Handle) -> None:
-    """Divide TRL's generation batch by the ranks of a sequence: they generate the same samples.
-
-    Raises:
-        ValueError: if the samples of a group are not whole sets of completions of a prompt.
-        NotImplementedError: for an option in `OVER_ALL_SAMPLES`, on several ranks.
-    """
+    """Divide TRL's generation batch by the ranks of a sequence: they generate the same samples."""
     args = trainer.args
     for key, value in OVER_ALL_SAMPLES.items():
         if size > 1 and getattr(args, key, None) == value:

@@ -51,10 +51,6 @@ def attach(
         table: the known attention modules.
         tensor_parallel: the group over which logits may be split.
         stages: the pipeline of which `model` is a stage, if any.
-
-    Raises:
-        ValueError: if the model's attention is not in the table.
-        NotImplementedError: for PEFT around a model with another head than a language model's.
     """
     row = find(model, table)
     if head_is_over_all_rows(model) and outermost(model) != [model]:
@@ -86,9 +82,6 @@ def attach_whole(
     """Make `model` take whole inputs and switch the split dimension of its hidden state (DSP).
 
     `verify` says whether its first forward is compared with a forward on one rank.
-
-    Raises:
-        ValueError: if the stages do not fit the model.
     """
     handle = attach_stages(model, sp, stages, verify)
     handle.advice = SAME_SAMPLES

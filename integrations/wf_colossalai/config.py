@@ -21,10 +21,6 @@ def load(path: str | Path) -> dict[str, Any]:
 
     "wallfacer" is the block of a DeepSpeed JSON, "colossalai" has arguments of the plugin.
     "optimizer" and "gradient_accumulation_steps" are for the training loop.
-
-    Raises:
-        ValueError: if there is no such file, it is not a JSON object, or a key is unknown or given
-            twice.
     """
     try:
         config = json.loads(Path(path).read_text(), object_pairs_hook=without_duplicates)
@@ -52,11 +48,6 @@ def sequence_parallel_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
     A block that is not enabled is checked here, and becomes sequence_parallel_size 1. The keys of
     an enabled block are checked by the caller, which knows the plugin.
-
-    Raises:
-        ValueError: if "enabled" is neither true nor false, or a block that is not enabled has a
-            wrong key or value.
-        NotImplementedError: for "loss_average": "token", which only the DeepSpeed integration has.
     """
     block = dict(config.get(KEY, {}))
     enabled = block.pop("enabled", KEY in config)

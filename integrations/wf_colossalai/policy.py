@@ -54,11 +54,7 @@ class WallFacerPolicy(Policy):
         """The handle of the boosted model."""
 
     def set_model(self, model: nn.Module) -> None:
-        """Find the model's attention in the table, and ColossalAI's policy for the model.
-
-        Raises:
-            ValueError: if its attention is not in the table.
-        """
+        """Find the model's attention in the table, and ColossalAI's policy for the model."""
         super().set_model(model)
         row = find(model, self.table)
         if self.native is None:
@@ -67,12 +63,7 @@ class WallFacerPolicy(Policy):
         self.native.is_causal = row.causal
 
     def config_sanity_check(self) -> None:
-        """Refuse settings that would give wrong results.
-
-        Raises:
-            ValueError: for a sequence_parallelism_mode that ties sequence to tensor parallelism.
-            NotImplementedError: for a pipeline or tensor parallelism that is not supported.
-        """
+        """Refuse settings that would give wrong results."""
         config, stages = self.shard_config, self.pipeline_stage_manager
         if config.sequence_parallelism_mode not in SUPPORTED_MODES:
             raise ValueError(

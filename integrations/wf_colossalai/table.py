@@ -56,9 +56,6 @@ def find(model: nn.Module, table: Mapping[str, AttentionModule]) -> AttentionMod
     """Return the row of the attention modules in `model`.
 
     Subclasses have the row of their base class (transformers' BertSdpaSelfAttention).
-
-    Raises:
-        ValueError: if `model` contains no known attention, or has an unsupported head.
     """
     name = type(model).__name__
     bases = {base.__name__ for module in model.modules() for base in type(module).__mro__}

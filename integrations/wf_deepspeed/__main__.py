@@ -23,9 +23,6 @@ def main(arguments: list[str]) -> None:
     """Run a script or a module: `arguments` are its path, or -m and its name; then its arguments.
 
     `--timeout=SECONDS` before them sets how long ranks wait for each other.
-
-    Raises:
-        SystemExit: with a usage line if there is no such script or module.
     """
     timeout, arguments = take_timeout(arguments)
     is_module, arguments = program_first(arguments)

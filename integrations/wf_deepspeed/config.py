@@ -58,12 +58,7 @@ class Block:
 
 
 def load_config(config: Any) -> dict[str, Any]:
-    """A DeepSpeed configuration as a dict, from any of the forms that DeepSpeed takes.
-
-    Raises:
-        ValueError: if `config` is not a mapping, an existing file or base64 of a JSON, or if the
-            JSON is not an object or has a key twice.
-    """
+    """A DeepSpeed configuration as a dict, from any of the forms that DeepSpeed takes."""
     if isinstance(config, Mapping):
         return dict(config)
     text = str(config)
@@ -143,12 +138,7 @@ def _refuse_misspelt(config: Mapping[str, Any]) -> None:
 
 
 def refuse_conflicts(config: Mapping[str, Any], block: Block) -> None:
-    """Refuse DeepSpeed's keys that give wrong results or are not supported together with the block.
-
-    Raises:
-        ValueError: for a key that contradicts the block; names the key and what would be right.
-        NotImplementedError: for a feature of DeepSpeed that is not supported.
-    """
+    """Refuse DeepSpeed's keys that give wrong results, or are not supported, beside the block."""
     size = block.sequence_parallel.sequence_parallel_size
     if "data_parallel_size" in config:
         raise ValueError(
@@ -229,11 +219,7 @@ def _as_json(value: Any) -> str:
 
 
 def data_parallel_size(block: Block, world_size: int) -> int:
-    """The number of sequence-parallel groups in the world.
-
-    Raises:
-        ValueError: if sequence_parallel_size does not divide the world size.
-    """
+    """The number of sequence-parallel groups in the world."""
     size = block.sequence_parallel.sequence_parallel_size
     if world_size % size:
         raise ValueError(
@@ -248,9 +234,6 @@ def check_batch(config: Mapping[str, Any], replicas: int) -> None:
 
     All ranks of a sequence-parallel group work on the same samples: the data parallel size is
     `replicas` = world size / sequence_parallel_size, and the micro batch is that of one group.
-
-    Raises:
-        ValueError: names the keys, their values and what would be right.
     """
     for key in (key for key in BATCH_KEYS if key in config):
         value = config[key]

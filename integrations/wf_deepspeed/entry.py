@@ -116,9 +116,6 @@ def refuse_missing_block(has_block: bool) -> None:
     """Check that the neighbours of this rank have a block for this engine, or none, as it has.
 
     Ranks with a block wait for all others in collectives that DeepSpeed alone does not call.
-
-    Raises:
-        ValueError: if a neighbour that came before differs.
     """
     if dist.is_initialized():
         topic = f'is the "{KEY}" block of the DeepSpeed config there and enabled'

@@ -31,9 +31,6 @@ class Groups:
 
         Args:
             timeout: seconds that ranks of a sequence wait for each other; None: as in the world.
-
-        Raises:
-            RuntimeError: if torch.distributed is not initialised.
         """
         world = dist.group.WORLD
         if world is None:

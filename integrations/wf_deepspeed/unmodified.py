@@ -101,11 +101,7 @@ def with_group_batch_size(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sequence_parallel_size() -> int:
-    """Read sequence_parallel_size of accelerate's DeepSpeed configuration; 1 without a block.
-
-    Raises:
-        ValueError: if accelerate was given a configuration and left DeepSpeed out.
-    """
+    """Read sequence_parallel_size of accelerate's DeepSpeed configuration; 1 without a block."""
     from accelerate.state import AcceleratorState
     from accelerate.utils import parse_flag_from_env
 

@@ -44,9 +44,6 @@ class TorchAttention:
 
         Returns:
             (b, h, s, d).
-
-        Raises:
-            NotImplementedError: for attn_mask and for is_causal.
         """
         if attn_mask is not None and not self.masks_are_true:
             raise NotImplementedError(

@@ -284,11 +284,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def family_of(model: nn.Module) -> Family:
-    """Return the family of a model: that of its class, or of the first base class with one.
-
-    Raises:
-        NotImplementedError: if there is none.
-    """
+    """Return the family of a model: that of its class, or of the first base class with one."""
     for base in type(model).__mro__:
         if base.__name__ in FAMILIES and base.__module__.startswith("diffusers."):
             return FAMILIES[base.__name__]

@@ -231,9 +231,6 @@ def stream_layouts(
         lengths: tokens of each stream; one stream or two.
         last_attends_alone: the image gets the shards that it has without the text, and the rest
             are tokens of the text.
-
-    Raises:
-        ValueError: if there are too few tokens, or the layout follows from documents.
     """
     if len(lengths) == 1:
         return [_layout_between(_stops(sp, lengths[0]))]

@@ -55,11 +55,7 @@ def why_not(model: nn.Module, supported: Sequence[str]) -> str:
 
 
 def refuse_call(model: nn.Module, arguments: Mapping[str, Any], family: Family) -> None:
-    """Refuse a call of which a rank cannot compute its part.
-
-    Raises:
-        NotImplementedError: names the argument or setting.
-    """
+    """Refuse a call of which a rank cannot compute its part."""
     name = type(model).__name__
     if getattr(model, "_parallel_config", None) is not None:
         raise NotImplementedError(
@@ -90,11 +86,7 @@ def refuse_call(model: nn.Module, arguments: Mapping[str, Any], family: Family) 
 
 
 def refuse_cache(model: Any) -> None:
-    """Refuse a cache for samples that are computed one after the other.
-
-    Raises:
-        NotImplementedError: if the model has one.
-    """
+    """Refuse a cache for samples that are computed one after the other."""
     if getattr(model, "is_cache_enabled", False):
         raise NotImplementedError(
             f"{type(model).__name__} has a cache, and texts of different lengths in the samples: "

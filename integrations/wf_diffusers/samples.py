@@ -14,11 +14,7 @@ Arguments = dict[str, Any]
 
 
 def lengths_differ(arguments: Mapping[str, Any], family: Family) -> bool:
-    """Whether the samples of a call have texts, or other items of a list, of different lengths.
-
-    Raises:
-        NotImplementedError: for padding elsewhere than at the end of a text.
-    """
+    """Whether the samples of a call have texts, or other items of a list, of different lengths."""
     lengths = [_text_lengths(arguments, *names) for names in family.text_masks]
     tensors = (
         [x.shape for x in arguments.get(name) or () if isinstance(x, Tensor)]

@@ -110,11 +110,7 @@ def _set_name(model: Any, handle: Handle) -> None:
 
 
 def prepare(model: PreTrainedModel, handle: Handle) -> None:
-    """Do what a registered name alone cannot: modules without the registry, documents, patches.
-
-    Raises:
-        NotImplementedError: as `apply`.
-    """
+    """Do what a registered name alone cannot: modules without the registry, documents, patches."""
     spread_mixers(model, handle)
     if not stacks_of(model):
         correct_positions(model, handle)
@@ -152,11 +148,7 @@ def _seed_by_rank(model: nn.Module, handle: Handle) -> None:
 
 
 def send_latents(model: nn.Module, handle: Handle) -> None:
-    """Make the multi-head latent attention of an attached model send latents, not keys and values.
-
-    Raises:
-        ValueError: for a model without such layers, or whose attention is not over the ranks.
-    """
+    """Make multi-head latent attention of an attached model send latents, not keys and values."""
     layers = [(m, forward) for m in model.modules() if (forward := row_of(MLA, m))]
     if not layers:
         raise ValueError(

@@ -82,9 +82,6 @@ def _borders_of_samples(model: nn.Module, mask: Tensor) -> tuple[tuple[int, ...]
 
     Args:
         mask: (b, s), this rank's rows, 1 = valid. Samples differ in length.
-
-    Raises:
-        ValueError: for a sample without valid tokens, and for a model that was not attached.
     """
     attention = next(filter(None, map(registered_for, outermost(model))), None)
     if attention is None:

@@ -83,10 +83,6 @@ def refuse_call(
         arguments: of the call, by name.
         names: the parameter names of the model's forward.
         logits_are_whole: whether labels and logits are those of all ranks.
-
-    Raises:
-        NotImplementedError: for arguments that have no meaning for a rank's part.
-        ValueError: if an argument is missing that `forward_kwargs` returns.
     """
     for key, reason in NOT_LOCAL.items():
         value = arguments.get(key)
@@ -109,9 +105,6 @@ def refuse_media(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Refuse images or sounds together with tokens, in models whose media we cannot cut.
 
     `Documents.check_rows` misses them if a rank has as many patches as tokens.
-
-    Raises:
-        NotImplementedError: naming the argument.
     """
     media = next((key for key in MEDIA if arguments.get(key) is not None), None)
     if media is not None and tokens_of(arguments) is not None:
@@ -127,9 +120,6 @@ def refuse_partial_states(
     Args:
         inside: whether a model called it. Classifiers of wav2vec 2.0 of transformers 5 always ask
             for them, and drop them unless the config says that they are summed.
-
-    Raises:
-        NotImplementedError: naming the argument.
     """
     summed = getattr(getattr(model, "config", None), "use_weighted_layer_sum", True)
     if wants_output(HIDDEN_STATES, model, arguments) and (summed or not inside):
@@ -139,12 +129,7 @@ def refuse_partial_states(
 def refuse_inner_call(
     model: nn.Module, arguments: Mapping[str, Any], logits_are_whole: bool
 ) -> None:
-    """Refuse a call of an inner model that would take a rank's part for the whole sequence.
-
-    Raises:
-        NotImplementedError: for hidden states of one rank together with logits of all.
-        ValueError: if tokens come without the arguments that `forward_kwargs` returns.
-    """
+    """Refuse a call of an inner model that would take a rank's part for the whole sequence."""
     if logits_are_whole:
         refuse_partial_states(model, arguments)
     if tokens_of(arguments) is not None:

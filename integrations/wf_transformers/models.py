@@ -114,9 +114,6 @@ def refuse_adapters(model: nn.Module) -> None:
     """Refuse PEFT's prompt and prefix tuning, which put tokens in front of the sequence, AdaLoRA,
     which adds a penalty to the loss that the model inside computes: here it is None, and activated
     LoRA, which looks for tokens of a prompt among those of its own rank.
-
-    Raises:
-        NotImplementedError: naming the PEFT type.
     """
     for module in model.modules():
         adapters = getattr(module, "peft_config", None)
@@ -173,9 +170,6 @@ def warn_about_windows(model: PreTrainedModel) -> None:
 def refuse_varying_rope(module: nn.Module) -> None:
     """Refuse rotary frequencies that depend on the largest position in a call, where ranks do not
     agree on it.
-
-    Raises:
-        NotImplementedError: naming the model or layer and the option.
     """
     name, config = type(module).__name__, getattr(module, "config", None)
     rope_type = varying_rope(config)

@@ -100,9 +100,6 @@ def attach_by(
 
     Returns:
         The handle, which undoes all of it, and the modules that are tiled.
-
-    Raises:
-        ValueError, NotImplementedError: as `plan_tiles` and `checkpoint_activations`.
     """
     plan = plan_tiles(model, options.autochunk, sp.size, labelled, options.checkpointing)
     first_step = FirstStep(model, options.verify if compares else False)
@@ -137,7 +134,7 @@ def attach_compared(
         whole_batches, gather: as in `verify`.
         compares, labelled: as in `attach_by`.
 
-    Returns, Raises: as `attach_by` and `verify`.
+    Returns: as `attach_by`. Raises: as `verify`, and what `attach` raises.
     """
     attach = options.attaching(model, attach)
     if compares:

@@ -21,11 +21,7 @@ TENSOR_PARALLEL = "tp"  # the mesh dimension's name in torchtitan, accelerate an
 
 
 def check_tensor_parallel(model: nn.Module, handle: Handle) -> None:
-    """Refuse a model whose tensor-parallel ranks have different tokens, now and at its first call.
-
-    Raises:
-        ValueError: naming a weight and the ranks.
-    """
+    """Refuse a model whose tensor-parallel ranks have other tokens, now and at its first call."""
     refuse_shared_ranks(model, handle.sp)
 
     @eager

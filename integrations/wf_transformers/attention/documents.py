@@ -96,11 +96,7 @@ class Documents:
         return self._scopes[-1] if self._scopes else None
 
     def check_rows(self, layer: str, rows: int) -> None:
-        """Refuse attention over rows that are not this rank's.
-
-        Raises:
-            NotImplementedError: if the running scope expects another number of rows.
-        """
+        """Refuse attention over rows that are not this rank's."""
         expected = self.running.rows if self.running else None
         if expected is not None and expected != rows:
             cut = f"{expected} were cut for this rank" if expected else "none were cut"
@@ -119,12 +115,7 @@ class Documents:
             self.pop()
 
     def current(self, kwargs: Mapping[str, Any]) -> MaskKwargs:
-        """Documents or slices of one attention call: from its keyword arguments, else its scope.
-
-        Raises:
-            ValueError: if a batch or earlier calls had documents, and this call is in no scope and
-                has none.
-        """
+        """Documents or slices of one attention call: from its keyword arguments, else its scope."""
         if any(key in kwargs for key in OF_CALLS):
             return of_call(kwargs)
         if self.running:

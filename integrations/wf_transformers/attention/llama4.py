@@ -30,10 +30,6 @@ def chunk_borders(
     Args:
         attention: the `Attention` that the layer calls.
         rows: of this rank. options: of `SequenceParallel.attention`.
-
-    Raises:
-        NotImplementedError: where owners of rows follow from documents or slices, and while a
-            model generates.
     """
     size, sp = _chunk_size(module), attention.sp
     if size is None:
@@ -80,9 +76,6 @@ def scaled_by_position(
 ) -> Tensor:
     """Queries (b, h, s, d) x (1 + attn_scale log(1 + floor((n + 1) / floor_scale))), in layers that
     are marked as `SCALED`; n is the number of a token in the whole sequence.
-
-    Raises:
-        NotImplementedError: for a layer that counts its own rows.
     """
     if attention.sp.size > 1 and _counts_tokens(module):
         raise NotImplementedError(

@@ -64,9 +64,6 @@ def padding_of(
     Args:
         mask: as `MaskCheck` takes it, but over the whole sequence.
         num_queries: of the whole sequence.
-
-    Raises:
-        ValueError: if it hides anything but padding on the right.
     """
     if mask is None:
         return None

@@ -74,11 +74,7 @@ def _drop_longest(_: Any, __: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, 
 
 
 def _add_padding_offset(sp: SequenceParallel, module: Any, args: Any, kwargs: Kwargs) -> Any:
-    """Add padding_idx + 1 to the position ids: the table's row of position 0, as in fairseq.
-
-    Raises:
-        ValueError: on the rank of the first token, if the caller's ids do not start at 0.
-    """
+    """Add padding_idx + 1 to the position ids: the table's row of position 0, as in fairseq."""
     positions = kwargs.get("position_ids")
     if positions is None:
         return None

@@ -26,11 +26,7 @@ IN_STACK = "wallfacer_stack"
 
 
 def refuse_unsupported(layer: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments of an attention layer that no kernel of ours supports.
-
-    Raises:
-        NotImplementedError: naming the layer and what it asks for.
-    """
+    """Refuse arguments of an attention layer that no kernel of ours supports."""
     for name, feature in UNSUPPORTED.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise NotImplementedError(f"{layer} asks for {feature}, which WallFacer lacks")

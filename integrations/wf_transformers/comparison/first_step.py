@@ -72,9 +72,6 @@ class FirstStep:
             whole_batches: whether the model is called with the whole batch, not with this rank's
                 part.
             call: computes the loss of a batch, if the training step does more than call the model.
-
-        Raises:
-            NotImplementedError, ValueError: as `verify`.
         """
         is_first, self.due = self.due, False
         if not is_first or handle.sp.size == 1:

@@ -115,11 +115,7 @@ def verify(
 
 
 def check_mode(mode: object) -> None:
-    """Refuse a mode other than True, False and "strict".
-
-    Raises:
-        ValueError: naming the option and its value.
-    """
+    """Refuse a mode other than True, False and "strict"."""
     if not isinstance(mode, bool) and mode != "strict":
         raise ValueError(f'"{VERIFY}" must be true, false or "strict", got {mode!r}')
 

@@ -228,11 +228,7 @@ def _media_of_rank(
 def _sizes(
     model: Any, modality: Modality, media: Mapping[str, Tensor], tokens: int
 ) -> tuple[list[int], list[int]]:
-    """The number of pixel rows and of features of every medium.
-
-    Raises:
-        ValueError: if `tokens`, which stand for features, are more or fewer than these.
-    """
+    """The number of pixel rows and of features of every medium."""
     patches, features = modality.count(model, media, tokens)
     if sum(features) != tokens:
         raise ValueError(

@@ -48,12 +48,8 @@ keys; and layers of MiniMax-01."""
 
 
 def refuse_unspreadable(model: PreTrainedModel) -> None:
-    """Refuse a language model that would be wrong with its tokens on several ranks.
-
-    Raises:
-        NotImplementedError: for rotary frequencies that depend on the largest position, and for
-            layers other than attention that mix tokens.
-    """
+    """Refuse a language model that would be wrong with its tokens on several ranks: by rotary
+    frequencies that depend on the largest position, or layers besides attention that mix tokens."""
     refuse_varying_rope(model)
     refuse_mixing(model)
 
@@ -63,9 +59,6 @@ def refuse_mixing(model: nn.Module) -> None:
 
     Not checked: modules that get the SequenceParallel, encoders of images or sounds, and layers in
     the table of mixers.py.
-
-    Raises:
-        NotImplementedError: naming the first such layer.
     """
     for name, module in model.named_modules():
         description = _describe_mixing(module)
@@ -106,12 +99,7 @@ def _is_exempt(model: nn.Module, name: str) -> bool:
 
 
 def spread_mixers(model: nn.Module, handle: Handle) -> None:
-    """Make the layers of the table exchange channels for tokens, until `handle.remove()`.
-
-    Raises:
-        NotImplementedError: for a layer whose channels do not divide, or with parameters that the
-            table does not know, such as adapters.
-    """
+    """Make the layers of the table exchange channels for tokens, until `handle.remove()`."""
     exchange = ChannelExchange(handle.sp)
     for name, module, row in mixers_in(model):
         if not is_spread(module):
@@ -132,11 +120,7 @@ def mixers_in(model: nn.Module) -> list[tuple[str, nn.Module, Mixer]]:
 
 
 def refuse_missing_apply(model: nn.Module) -> None:
-    """Refuse a model that was built with our name, and has mixers that were not spread.
-
-    Raises:
-        ValueError: naming the first such layer.
-    """
+    """Refuse a model that was built with our name, and has mixers that were not spread."""
     for name, module, _ in mixers_in(model):
         if not is_spread(module):
             raise ValueError(
@@ -146,7 +130,8 @@ def refuse_missing_apply(model: nn.Module) -> None:
 
 
 class SpreadMixer:
-    """Replaces the forward of one layer; NotImplementedError as `spread_mixers`."""
+    """Replaces the forward of one layer; refused are layers whose channels do not divide, and those
+    with parameters that the table does not know, such as adapters."""
 
     def __init__(
         self,

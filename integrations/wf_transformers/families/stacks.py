@@ -207,11 +207,7 @@ class _StackSharding:
 
     @eager
     def _refuse_different(self, *whole: Tensor) -> None:
-        """Refuse rows that are not those of every rank: masks and dropout before them are random.
-
-        Raises:
-            ValueError: on every rank.
-        """
+        """Refuse, on every rank, rows that differ: masks and dropout before them are random."""
         summaries = gather_small(self._sp.comm, torch.stack([sampled_summary(x) for x in whole]))
         if bool((summaries - summaries[0]).abs().max() > SAME):
             raise ValueError(

@@ -56,11 +56,7 @@ FULL: Mapping[str, Any] = MappingProxyType({"is_causal": False})
 
 
 def _bert(module: Any) -> Mapping[str, Any]:
-    """The attributes that transformers' sdpa subclass of BERT's attention has.
-
-    Raises:
-        NotImplementedError: for a decoder, or relative position embeddings.
-    """
+    """The attributes that transformers' sdpa subclass of BERT's attention has."""
     if module.is_decoder:
         raise NotImplementedError("config.is_decoder=True: BERT decoders are not supported")
     if module.position_embedding_type != "absolute":
@@ -119,12 +115,8 @@ def _mpt_slopes(module: Any) -> Mapping[str, Any]:
 
 
 def _t5(module: Any) -> Mapping[str, Any]:
-    """Every layer calls compute_bias, which returns None in layers without a bias.
-
-    Raises:
-        NotImplementedError: for pruned heads: their bias would have to be left out.
-    """
-    if getattr(module, "pruned_heads", None):
+    """Every layer calls compute_bias, which returns None in layers without a bias."""
+    if getattr(module, "pruned_heads", None):  # their bias would have to be left out
         raise NotImplementedError(f"pruned heads {sorted(module.pruned_heads)} of a T5")
     attributes = {"is_causal": module.is_decoder, "has_relative_attention_bias": True}
     return attributes | {"compute_bias": MethodType(bias_by_distance, module)}
@@ -211,11 +203,7 @@ def file_uses_registry(cls: type) -> bool:
 
 
 def attribute_changes(module: Any, row: AttentionRow, attention: Attention) -> dict[str, Any]:
-    """The attributes to set on a module of the table so that it calls `attention`.
-
-    Raises:
-        NotImplementedError: for a variant of the module that we do not support.
-    """
+    """The attributes to set on a module of the table so that it calls `attention`."""
     if file_uses_registry(transformers_class(module)):  # a window may show in its masks only
         window = None if hasattr(module, "sliding_window") else row.window(module)
         attributes = {"sliding_window": window} if window else {}
@@ -230,11 +218,7 @@ def attribute_changes(module: Any, row: AttentionRow, attention: Attention) -> d
 
 
 def changes_in(model: nn.Module, attention: Attention) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """(module, its `attribute_changes`) for every module in `model` that has any.
-
-    Raises:
-        NotImplementedError: as `attribute_changes`.
-    """
+    """(module, its `attribute_changes`) for every module in `model` that has any."""
     pairs = [(module, attribute_changes(module, row, attention)) for module, row in _rows_in(model)]
     for module in model.modules():
         attributes = row_of(ALIBI_MODELS, module) or {}

@@ -163,10 +163,6 @@ class Generator:
             on_host: whether the model's inputs are on the host, not on torch's accelerator.
             seed: for sampling.
             options: of transformers' `generate`, such as do_sample, temperature and top_p.
-
-        Raises:
-            ValueError: for a prompt without tokens, or with one that the model does not have, or
-                more tokens than the model has positions.
         """
         ids = self._ids(prompt)
         tokens = f"a prompt of {ids.numel()} tokens and --max-new-tokens {max_new_tokens}"

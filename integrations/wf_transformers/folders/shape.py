@@ -78,11 +78,7 @@ def model_shape(name: str, itemsize: int = 0) -> dict[str, Any]:
 
 
 def read_config(name: str | Path) -> Any:
-    """The config of a folder, a file, or a name of the Hub.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The config of a folder, a file, or a name of the Hub."""
     is_local = Path(name).exists() or not _hub_answers()
     with refused_by_name(name):
         return AutoConfig.from_pretrained(name, local_files_only=is_local)

@@ -58,9 +58,6 @@ class ShardedCache(DynamicCache):
 
         Args:
             k, v: (b, s, g, d).
-
-        Raises:
-            NotImplementedError: for layers that are not causal, and options that are not cached.
         """
         name, lacking = type(module).__name__, [name for name in NOT_CACHED if name in options]
         if lacking or not options.get("causal"):
@@ -98,11 +95,7 @@ class ShardedCache(DynamicCache):
         return layer.attention(q, k, v, **own, starts=self.starts)
 
     def end_forward(self) -> None:
-        """Count the new tokens.
-
-        Raises:
-            NotImplementedError: if not every layer has them once.
-        """
+        """Count the new tokens."""
         expected = self.length + self.new
         lengths = {layer.length for layer in self.by_module.values()}
         if lengths != {expected}:

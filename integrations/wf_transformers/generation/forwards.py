@@ -152,11 +152,7 @@ class Forwards:
 
 
 def _starts(mask: Any, num_samples: int) -> list[int]:
-    """For each sample the tokens of padding on the left, by an attention_mask (b, S) or None.
-
-    Raises:
-        NotImplementedError: for a mask that hides anything else.
-    """
+    """For each sample the tokens of padding on the left, by an attention_mask (b, S) or None."""
     if mask is None:
         return [0] * num_samples
     is_padding = isinstance(mask, Tensor) and mask.dim() == 2

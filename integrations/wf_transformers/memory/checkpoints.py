@@ -38,11 +38,7 @@ class Checkpointing:
 
     @classmethod
     def from_dict(cls, options: Any) -> Checkpointing:
-        """From the value of "activation_checkpointing".
-
-        Raises:
-            ValueError: for an unknown key, or a value that is neither true nor false.
-        """
+        """From the value of "activation_checkpointing"."""
         check_block(CHECKPOINTING, options, (OFFLOAD,), f'{{"{OFFLOAD}": true}}')
         offload = options.get(OFFLOAD, False)
         if not isinstance(offload, bool):
@@ -58,9 +54,6 @@ def checkpoint_activations(
     Args:
         model: the model that `handle` attached.
         checkpointing: None leaves the model as it is.
-
-    Raises:
-        NotImplementedError: if nothing in the model has layers that transformers can checkpoint.
     """
     if checkpointing is None:
         return

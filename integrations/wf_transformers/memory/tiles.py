@@ -42,11 +42,7 @@ class TrainingBudget:
 
     @classmethod
     def from_dict(cls, options: Any) -> TrainingBudget:
-        """From the value of "autochunk".
-
-        Raises:
-            ValueError: for an unknown key or an impossible value.
-        """
+        """From the value of "autochunk"."""
         known = [field.name for field in fields(cls)]
         check_block(AUTOCHUNK, options, known, '{"max_memory": "8GB"}')
         for key in ("seqlen", "batch_size"):
@@ -57,11 +53,7 @@ class TrainingBudget:
         return cls(budget.memory, budget.slowdown, options.get("seqlen"), options.get("batch_size"))
 
     def longest(self, model: nn.Module) -> int:
-        """Tokens of the longest sequence for `model`.
-
-        Raises:
-            ValueError: if neither the option nor the config says it.
-        """
+        """Tokens of the longest sequence for `model`."""
         config = getattr(model, "config", None)
         seqlen = self.seqlen or getattr(config, "max_position_embeddings", None)
         if seqlen is None:

@@ -157,9 +157,6 @@ def with_slices(model: nn.Module, arguments: dict[str, Any], head: Head) -> dict
     A dense mask says all that is seen, so a causal one is no model's own beyond its window.
 
     Dense masks are (b, 1, S, S), bool or added to scores, or (b, S, S) for BERT, 1 = seen.
-
-    Raises:
-        ValueError: if slices cannot represent the mask; see `slices_of_mask`.
     """
     mask = arguments.get("attention_mask")
     dims = (4,) if head == "causal" else (3, 4)
@@ -179,11 +176,7 @@ def with_slices(model: nn.Module, arguments: dict[str, Any], head: Head) -> dict
 
 
 def with_documents(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch with "cu_seqlens" (host integers) added if its `position_ids` restart.
-
-    Raises:
-        ValueError: if the samples of the batch have different documents.
-    """
+    """The batch with "cu_seqlens" (host integers) added if its `position_ids` restart."""
     positions = batch.get("position_ids")
     if positions is None or mask_arguments(batch):
         return batch
@@ -217,9 +210,6 @@ def _numbered_documents(mask: Tensor) -> dict[str, Any]:
     """ "cu_seqlens" and the mask of valid tokens, from an attention_mask (b, S) such as 1 1 2 2 2 0
     of the collators that pack samples for axolotl and LLaMA-Factory: the number of a token's
     document, 0 at padding.
-
-    Raises:
-        ValueError: if the samples of the batch have different documents, or numbers fall.
     """
     number = mask[0]
     falls = (number[1:] < number[:-1]) & (number[1:] != 0)

@@ -144,11 +144,7 @@ def no_head_error(model: nn.Module) -> str:
 
 
 def refuse_custom_loss(model: nn.Module) -> None:
-    """Refuse a custom loss in calls with a rank's part of the labels.
-
-    Raises:
-        NotImplementedError: if the loss is not plain cross entropy, divided by `NUM_ITEMS`.
-    """
+    """Refuse a custom loss in calls with a rank's part of the labels."""
     for inner in outermost(model):
         reason = custom_loss_reason_of(inner)
         if reason is None and not divides_by_items(inner):

@@ -144,11 +144,8 @@ def _tile_dim(
     results: Sequence[fx.Node],
     weights: Set[fx.Node],
 ) -> int:
-    """The dimension with most rows along which all results may be cut.
-
-    Raises:
-        _NotTileableError: if there is none; says why the one with most rows is refused.
-    """
+    """The dimension with most rows along which all results may be cut; if there is none, the error
+    says why the one with most rows is refused."""
     shapes = [_shape(node) for node in results]
     if not shapes or not shapes[0]:
         raise _NotTileableError("gives no rows")
@@ -172,11 +169,8 @@ def _prove(
     weights: Set[fx.Node],
     dim: int,
 ) -> None:
-    """Prove that every operator from the results back to the inputs may be cut along `dim`.
-
-    Raises:
-        _NotTileableError: at an operator without a rule, or one that needs other rows than its own.
-    """
+    """Prove that every operator from the results back to the inputs may be cut along `dim`, or
+    raise a _NotTileableError."""
     inside, rows = set(nodes), _shape(results[0])[dim]
     # The dimension of each node that is cut, and its rows for each row of the results.
     cuts: dict[fx.Node, tuple[int, Fraction]] = dict.fromkeys(results, (dim, Fraction(1)))

@@ -35,9 +35,6 @@ def tile_loss(owner: nn.Module, head: nn.Module, tiles: int, handle: Handle) -> 
     """Have `owner` compute its loss in tiles, in training mode and if it is called with labels.
 
     Its output then has no logits.
-
-    Raises:
-        NotImplementedError: for a model with another loss.
     """
     name = loss_name(owner)
     if name != LOSS:

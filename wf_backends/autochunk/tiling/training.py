@@ -146,11 +146,7 @@ def apply_training(
 
 
 def tile_training(model: nn.Module, plan: object) -> nn.Module:
-    """Tile the model in place; return it with the attributes `plan`, `explain` and `remove`.
-
-    Raises:
-        ValueError: if `plan` is no plan for training.
-    """
+    """Tile the model in place; return it with the attributes `plan`, `explain` and `remove`."""
     if not isinstance(plan, TrainingPlan):
         raise ValueError(
             f"plan must be a TrainingPlan for a model in training, got a {type(plan).__name__}: "
@@ -195,11 +191,8 @@ class _Search:
                 self._costs[c.module] += cost
 
     def peak(self, tiles: Sequence[Tiles]) -> int:
-        """The peak bytes of a step with these tiles.
-
-        Raises:
-            CaptureError, NotImplementedError: if a module cannot be computed in these tiles.
-        """
+        """The peak bytes of a step with these tiles; a CaptureError or NotImplementedError if a
+        module cannot be computed in them."""
         refuse_row_counts(self.model, set(tiles) - self._compared, self.args, self.kwargs)
         self._compared.update(tiles)
         with install(self.model, tiles):
