@@ -146,6 +146,7 @@ LONG: dict[str, str] = {
     "tests/kernels/test_tile_split.py": r"long_windows.*\[(10|100|3|64-64|\d+-\d+-450)-",
     "tests/autochunk/test_autochunk.py": r"outputs_.*\[(?!gpt2-sdpa|vit-eager)|torch_compile",
     "tests/autochunk/test_generation.py": r"on_the_left|slices\[mistral|encoder_and_decoder",
+    "tests/autochunk/test_diffusers.py": rf"{all_but('deep_compression')}|pipeline",
     "tests/autochunk/test_evoformer_unet.py": "fused|unet_condition|to_the_least|unet-eager",
     "tests/autochunk/test_search.py": "in_another_process",
     "tests/autochunk/test_overwrite.py": "reversed_rows|float32|compile|drawn|residual_stream",
