@@ -11,7 +11,6 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from wf_backends._validation import seconds
 from wf_backends.comm import DEFAULT_TIMEOUT_S, LOG_FOLDER, job_board
+from wf_backends.launch.connecting import connect
 from wf_backends.launch.ending import failed, leave_at_exit, settle_at_exit
 from wf_backends.launch.environment import (
     LAUNCHERS,
@@ -28,7 +28,7 @@ from wf_backends.launch.environment import (
     detect,
     with_local,
 )
-from wf_backends.launch.rendezvous import await_connected, meet, open_store, take_gpu
+from wf_backends.launch.rendezvous import meet, open_store, take_gpu
 
 MPI_LAUNCHERS = ("openmpi", "mpich", "mpi4py")
 STDERR = 2
@@ -133,15 +133,7 @@ def _open_group(backend: str, process: JobProcess, timeout: float) -> JobProcess
     process, store = open_store(process, _mpi_world(process, timeout), timeout)
     store, process = meet(store, process, timeout)
     device = take_gpu(store, process) if "nccl" in backend else torch.device("cpu")
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=process.rank,
-        world_size=process.world_size,
-        timeout=timedelta(seconds=timeout),
-        device_id=device if device.type == "cuda" else None,
-    )
-    await_connected(store, process, timeout)
+    connect(backend, store, process, device, timeout)
     return process
 
 

@@ -22,7 +22,6 @@ from wf_backends.comm import gather_texts, in_time, make_comm
 from wf_backends.launch.environment import JobProcess, with_local
 
 ATTEMPT, MET = "attempt", "met"  # keys: the name of rank 0's attempt, and who came to it
-ALL_CONNECTED = "all connected"  # key
 LOOK_S = 1.0  # after which a rank looks whether rank 0 has begun another attempt
 GRACE_S = 5.0  # in which a wait with a timeout ends by itself
 POLL_S = 0.2  # between two looks whether rank 0 listens
@@ -141,6 +140,10 @@ def meet(store: Store, process: JobProcess, timeout: float) -> tuple[Store, JobP
     join = _call_ranks if process.rank == 0 else _join_rank_0
     try:
         store = in_time(lambda: join(store, process, keys, timeout), timeout + GRACE_S)
+        restart, smallest, largest = map(int, store.get(MET).decode().split()[:3])
+        if process.local_rank is None or process.local_size is None:  # P keys on each of P ranks
+            hosts = [store.get(key).decode().split(" ", 3)[3] for key in keys]
+            process = with_local(process, hosts)
     except dist.DistStoreError as error:
         late = _late_ranks(store, keys)
         on_slurm = process.launcher == "slurm"
@@ -154,47 +157,12 @@ def meet(store: Store, process: JobProcess, timeout: float) -> tuple[Store, JobP
             f"{me} waited for all ranks, and rank 0, which holds the store at "
             f"{process.address}:{process.port}, has ended: {error}"
         ) from error
-    restart, smallest, largest = map(int, store.get(MET).decode().split()[:3])
     if smallest != largest:
         raise ValueError(
             f"{me}: other ranks have another WORLD_SIZE, it is {smallest} to {largest}: set the "
             "same on all ranks"
         )
-    process = replace(process, restart=restart)
-    if process.local_rank is None or process.local_size is None:  # reads P keys on each of P ranks
-        process = with_local(process, [store.get(key).decode().split(" ", 3)[3] for key in keys])
-    return store, process
-
-
-def await_connected(store: Store, process: JobProcess, timeout: float) -> None:
-    """Wait until all ranks have made the group, rank 0 until the others no longer need its store.
-
-    If one rank ended before, the connecting of the others would fail without naming it.
-
-    Raises:
-        RuntimeError: if some rank does not come within the timeout, or has ended.
-    """
-    ranks = range(process.world_size)
-    connected, leaving = ([f"{what} {rank}" for rank in ranks] for what in ("connected", "leaving"))
-
-    def wait(keys: list[str]) -> None:
-        in_time(lambda: store.wait(keys, timedelta(seconds=timeout)), timeout + GRACE_S)
-
-    try:
-        store.set(connected[process.rank], "")
-        if process.rank == 0:
-            wait(connected)
-            store.set(ALL_CONNECTED, "")
-        wait([ALL_CONNECTED])
-        store.set(leaving[process.rank], "")
-        if process.rank == 0:
-            wait(leaving)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {process.rank} of {len(ranks)} ({process.launcher}) connected to all ranks and "
-            f"waited {timeout:g} s: ranks {_missing(store, connected)} did not, or have ended: "
-            f"{error}"
-        ) from error
+    return store, replace(process, restart=restart)
 
 
 def _late_ranks(store: Store, keys: list[str]) -> list[int]:
