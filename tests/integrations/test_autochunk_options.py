@@ -111,11 +111,12 @@ class TestPlanTiles:
         assert offloaded.peak_before == pytest.approx(inputs_kept.peak_before - inputs, rel=0.1)
         assert [dict(vars(module)) for module in model.modules()] == attributes
 
-    def test_refused_budget_leaves_a_model_in_evaluation_mode(self) -> None:
-        model = tiny_llama(1).eval()
+    def test_refused_budget_leaves_every_module_in_its_mode(self) -> None:
+        model = tiny_llama(1).train()
+        model.model.eval()
         with pytest.raises(ValueError, match="is too little for a training step"):
             plan_tiles(model, TrainingBudget(10, seqlen=64), 1)
-        assert not model.training
+        assert model.training and not any(module.training for module in model.model.modules())
 
 
 def with_lora(model: Any) -> Any:

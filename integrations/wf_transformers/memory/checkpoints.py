@@ -127,13 +127,15 @@ def inputs_on_host(checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 @contextmanager
-def planned_checkpoints(model: nn.Module, checkpointing: Checkpointing | None) -> Iterator[None]:
-    """Inside, a run on fake tensors needs the memory that it will need with `checkpointing`."""
+def in_planned_training(model: nn.Module, checkpointing: Checkpointing | None) -> Iterator[None]:
+    """Inside, all modules train, and a run on fake tensors needs the memory that it will need with
+    `checkpointing`."""
     function: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
     if checkpointing is not None and checkpointing.offload:
         function = partial(_inputs_nowhere, function)
     with ExitStack() as stack:
         for module in model.modules():
+            set_until(stack, module, "training", True)
             if checkpointing is not None and hasattr(module, ENABLED):
                 set_until(stack, module, ENABLED, True)
                 set_until(stack, module, CHECKPOINT_FUNCTION, function)

@@ -20,7 +20,7 @@ from wf_backends.autochunk.graph import checked_budget
 from wf_backends.autochunk.tiling import TiledCall, TrainingPlan, apply_training, plan_training
 from wf_transformers.calls import parameter_names
 from wf_transformers.handle import Handle
-from wf_transformers.memory.checkpoints import Checkpointing, planned_checkpoints
+from wf_transformers.memory.checkpoints import Checkpointing, in_planned_training
 from wf_transformers.models import head_of, outermost, without_peft
 
 AUTOCHUNK = "autochunk"
@@ -93,13 +93,8 @@ def plan_tiles(
     arguments: dict[str, Any] = {"input_ids": ids}
     arguments |= {"use_cache": False} if "use_cache" in parameter_names(model) else {}
     arguments |= {"labels": ids.clone()} if labelled and head_of(model) == "causal" else {}
-    training = model.training
-    try:
-        model.train()
-        with planned_checkpoints(model, checkpointing):
-            return plan_training(model, (), arguments, budget.max_memory, budget.max_slowdown)
-    finally:
-        model.train(training)
+    with in_planned_training(model, checkpointing):
+        return plan_training(model, (), arguments, budget.max_memory, budget.max_slowdown)
 
 
 def _refuse_plan(model: nn.Module) -> None:
