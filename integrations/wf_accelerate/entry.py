@@ -10,7 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from wf_accelerate.gradients import AveragedGradients
-from wf_accelerate.trl_trainers import TrlTrainer, generating_callbacks, refuse_rollouts
+from wf_accelerate.trl_trainers import (
+    connect_trl,
+    evaluated_models,
+    has_used_loaders,
+    refuse_options,
+    refuse_rollouts,
+    what_generates,
+)
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import own_group
 from wf_backends.launch import settle_at_exit
@@ -29,7 +36,7 @@ from wf_transformers.handle import OPERATIONS
 from wf_transformers.whole_batches.custom_loss import has_fused_head, has_fused_loss
 from wf_transformers.whole_batches.log_probabilities import (
     LogProbabilityHooks,
-    Rollout,
+    generate_alone,
     makes_log_probabilities,
 )
 from wf_transformers.whole_batches.trainer import TRAINER_METHODS, inner_loss_counted_once
@@ -81,9 +88,9 @@ def _connect(
     accelerator: Accelerator,
     config: Config,
     whole_logits: bool,
-    trl: TrlTrainer | None = None,
+    trl: Trainer | None = None,
 ) -> Handle:
-    """Do what `connect` does; `trl` is given if a TRL trainer trains the model."""
+    """Do what `connect` does; `trl` is the trainer of TRL that trains the model, if one does."""
     refuse_different(config)
     model_options = ModelOptions()
     if not isinstance(config, SequenceParallelConfig):
@@ -125,16 +132,23 @@ def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False
     """
     _refuse_trainer(trainer)
     _refuse_hidden_logits(trainer, whole_logits)
-    trl = TrlTrainer(trainer) if makes_log_probabilities(trainer) else None
-    if trl is None:
+    trl = trainer if makes_log_probabilities(trainer) else None
+    generating = what_generates(trainer)
+    if trl is not None:
+        refuse_options(trainer, bool(generating))
+    else:
         refuse_rollouts(trainer)
-    rollout = _evaluation_rollout(trainer) if trl is None else None  # before it is attached
+    if generating and trainer.is_fsdp_enabled:
+        raise NotImplementedError(
+            f"{', '.join(generating)} under FSDP: generate needs whole parameters; leave it out, "
+            "or train under DDP"
+        )
     handle = _connect(trainer.model, trainer.accelerator, config, whole_logits, trl)
     with handle.removed_on_error():
+        if generating:
+            generate_alone(trainer.model, handle, handle.first.changes)
         if trl is not None:
-            trl.connect(handle)
-        if rollout is not None:
-            rollout.take_over(handle)
+            connect_trl(trainer, handle, bool(generating))
         _replace_steps(trainer, handle)
     # The Trainer holds the accelerator's method as it was before we replaced it
     options = getattr(trainer.gather_function, "keywords", {})
@@ -177,22 +191,6 @@ def _is_sft_of_logits(trainer: Trainer) -> bool:
     return is_sft and not any(map(has_fused_head, outermost(trainer.model)))
 
 
-def _evaluation_rollout(trainer: Trainer) -> Rollout | None:
-    """What generates for callbacks, and in the evaluations of a Seq2SeqTrainer with
-    `predict_with_generate=True`: on every rank of a sequence the model as it is without us."""
-    generating = generating_callbacks(trainer)
-    if getattr(trainer.args, "predict_with_generate", False):
-        generating.append("predict_with_generate=True")
-    if not generating:
-        return None
-    if trainer.is_fsdp_enabled:
-        raise NotImplementedError(
-            f"{', '.join(generating)} under FSDP: generate needs whole parameters; leave it out, "
-            "or train under DDP"
-        )
-    return Rollout(trainer.model)
-
-
 def _replace_steps(trainer: Trainer, handle: Handle) -> None:
     """Replace methods of transformers' Trainer, except those that a subclass overrides."""
     from transformers.trainer import Trainer
@@ -212,7 +210,7 @@ def _replace_steps(trainer: Trainer, handle: Handle) -> None:
         handle.share_operations(trainer)
 
 
-def _refuse_accelerator(accelerator: Accelerator, trl: TrlTrainer | None) -> None:
+def _refuse_accelerator(accelerator: Accelerator, trl: Trainer | None) -> None:
     """Refuse an accelerator that does not average gradients over all ranks, or that has prepared a
     loader or a model, unless the trainer `trl` did so when it was made."""
     distributed_type = str(accelerator.distributed_type.value)
@@ -244,9 +242,9 @@ def _refuse_accelerator(accelerator: Accelerator, trl: TrlTrainer | None) -> Non
             f"ranks: gradients would not be averaged. Without GPUs set use_cpu=True in "
             f"TrainingArguments, or Accelerator(cpu=True)"
         )
-    allowed_ids = set(map(id, [] if trl is None else trl.evaluated_models))
+    allowed_ids = set(map(id, [] if trl is None else evaluated_models(trl)))
     prepared = [model for model in accelerator._models if id(model) not in allowed_ids]
-    loaders = accelerator._dataloaders if trl is None or not trl.has_used_loaders else []
+    loaders = accelerator._dataloaders if trl is None or not has_used_loaders(trl) else []
     if prepared or loaders:  # accelerate has no public attributes for them
         raise ValueError(
             "the accelerator has prepared a model or a loader already: connect before "

@@ -17,10 +17,11 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from wf_transformers import Handle, attach_model, temporarily_replace
+from wf_transformers.comparison.changes import Changes
 from wf_transformers.whole_batches.loaders import gathering_by_group
 from wf_transformers.whole_batches.log_probabilities import (
     LogProbabilityHooks,
-    Rollout,
+    generate_alone,
     take_sharded_logits,
 )
 
@@ -38,70 +39,63 @@ GENERATES = "unwrap_model_for_generation"
 """TRL's function that the files of trainers with rollouts import."""
 
 
-class TrlTrainer:
-    """Prepares a trainer and its models other than the trained one, which `connect` attaches.
+def evaluated_models(trainer: Any) -> list[Any]:
+    """Models that are not trained; the trainer has the accelerator prepare them at once."""
+    return [reference_of(trainer), *getattr(trainer, "reward_funcs", [])]
 
-    Args:
-        trainer: a TRL trainer whose model is not attached yet.
+
+def reference_of(trainer: Any) -> nn.Module | None:
+    reference = getattr(trainer, "ref_model", None)
+    return reference if isinstance(reference, nn.Module) else None
+
+
+def has_used_loaders(trainer: Any) -> bool:
+    """Whether the trainer, when it was made, read its datasets for the reference's
+    log-probabilities, by loaders that it does not use again (TRL 1.16)."""
+    return bool(getattr(trainer.args, "precompute_ref_log_probs", False))
+
+
+def connect_trl(trainer: Any, handle: Handle, generates: bool) -> None:
+    """Make a trainer train the model of `handle`, and attach its reference model.
+
+    `generates` says whether something calls `generate` of its models.
     """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._trains_policy = hasattr(trainer, "num_generations")
-        reference = getattr(trainer, "ref_model", None)
-        self._reference = reference if isinstance(reference, nn.Module) else None
-        generates = (
-            self._trains_policy
-            or getattr(trainer, "generate_during_eval", False)
-            or generating_callbacks(trainer)
-        )
-        _refuse_options(trainer, bool(generates) or self._reference is not None)
-        models = [trainer.model, self._reference] if generates else []
-        self._rollouts = [Rollout(model) for model in models if model is not None]
-
-    @property
-    def evaluated_models(self) -> list[Any]:
-        """Models that are not trained; the trainer has the accelerator prepare them at once."""
-        return [self._reference, *getattr(self._trainer, "reward_funcs", [])]
-
-    @property
-    def has_used_loaders(self) -> bool:
-        """Whether the trainer, when it was made, read its datasets for the reference's
-        log-probabilities, by loaders that it does not use again (TRL 1.16)."""
-        return bool(getattr(self._trainer.args, "precompute_ref_log_probs", False))
-
-    def connect(self, handle: Handle) -> None:
-        """Make the trainer train the model of `handle`."""
-        trainer, sp = self._trainer, handle.sp
-        handle.first = None  # the model is called without labels, so there is no loss to compare
-        if self._trains_policy:
-            set_generation_batch(trainer, sp.size, handle)
-            # TRL's seed is another for each process; the ranks of a sequence must draw alike
-            set_seed(trainer.args.seed + handle.data_parallel_rank)
-            rewards = partial(_rewards_of_first_ranks, trainer, sp.size)
-            handle.undo.enter_context(temporarily_replace(trainer, "_calculate_rewards", rewards))
-            if hasattr(trainer, ENTROPY_MASK):
-                mask = partial(gathering_by_group, trainer.accelerator)
-                handle.undo.enter_context(temporarily_replace(trainer, ENTROPY_MASK, mask))
-        if self._reference is not None:
-            reference = attach_model(self._reference, sp)
-            handle.undo.callback(reference.remove)
-            LogProbabilityHooks(self._reference, reference)
-        take_sharded_logits(trainer, handle)
-        for rollout in self._rollouts:
-            rollout.take_over(handle)
+    sp, reference = handle.sp, reference_of(trainer)
+    handle.first = None  # the model is called without labels, so there is no loss to compare
+    if hasattr(trainer, "num_generations"):
+        set_generation_batch(trainer, sp.size, handle)
+        # TRL's seed is another for each process; the ranks of a sequence must draw alike
+        set_seed(trainer.args.seed + handle.data_parallel_rank)
+        rewards = partial(_rewards_of_first_ranks, trainer, sp.size)
+        handle.undo.enter_context(temporarily_replace(trainer, "_calculate_rewards", rewards))
+        if hasattr(trainer, ENTROPY_MASK):
+            mask = partial(gathering_by_group, trainer.accelerator)
+            handle.undo.enter_context(temporarily_replace(trainer, ENTROPY_MASK, mask))
+    if reference is not None:
+        changes = Changes(reference)
+        with changes.recorded():
+            attached = attach_model(reference, sp)
+            handle.undo.callback(attached.remove)
+            LogProbabilityHooks(reference, attached)
+        if generates:
+            generate_alone(reference, handle, changes)
+    take_sharded_logits(trainer, handle)
 
 
-def generating_callbacks(trainer: Any) -> list[str]:
-    """The names of callbacks that generate with the trainer's models, as TRL's
-    LogCompletionsCallback and WinRateCallback: they have a `generation_config`."""
+def what_generates(trainer: Any) -> list[str]:
+    """What calls `generate` of a trainer's models: options, and callbacks that have a
+    `generation_config`, as TRL's LogCompletionsCallback and WinRateCallback."""
     callbacks = trainer.callback_handler.callbacks
-    return [type(x).__name__ for x in callbacks if hasattr(x, "generation_config")]
+    names = [type(x).__name__ for x in callbacks if hasattr(x, "generation_config")]
+    if getattr(trainer.args, "predict_with_generate", False):
+        names.append("predict_with_generate=True")
+    options = ("num_generations", "generate_during_eval")  # of TRL
+    return names + [name for name in options if getattr(trainer, name, False)]
 
 
 def refuse_rollouts(trainer: Any) -> None:
-    """Refuse a trainer of TRL that generates as it trains, other than those of `TrlTrainer`: its
-    model would be called with a KV cache, and its teacher with whole batches."""
+    """Refuse a trainer of TRL that generates as it trains, other than those of
+    `connect_trl`: its model would be called with a KV cache, and its teacher with whole batches."""
     files = (sys.modules[cls.__module__] for cls in type(trainer).__mro__)
     if any(f.__name__.startswith("trl.") and hasattr(f, GENERATES) for f in files):
         raise NotImplementedError(
@@ -111,12 +105,8 @@ def refuse_rollouts(trainer: Any) -> None:
         )
 
 
-def _refuse_options(trainer: Any, needs_whole_parameters: bool) -> None:
-    """Refuse options of a trainer that do not work when ranks share a sequence.
-
-    Args:
-        needs_whole_parameters: whether it has rollouts or a reference model.
-    """
+def refuse_options(trainer: Any, generates: bool) -> None:
+    """Refuse options of a trainer that do not work when ranks share a sequence."""
     if getattr(trainer, "use_vllm", False):
         raise NotImplementedError(
             "use_vllm=True: every rank of a sequence would call vLLM, and get other completions "
@@ -127,7 +117,7 @@ def _refuse_options(trainer: Any, needs_whole_parameters: bool) -> None:
             "use_transformers_continuous_batching=True: its caches cannot be split over ranks; "
             "leave it out, and the model generates without it"
         )
-    if trainer.is_fsdp_enabled and needs_whole_parameters:
+    if trainer.is_fsdp_enabled and (generates or reference_of(trainer) is not None):
         raise NotImplementedError(
             f"{type(trainer).__name__} under FSDP: a rollout and a reference model need whole "
             "parameters; run it under DDP"

@@ -29,8 +29,9 @@ from tests.integrations.trl_jobs import CONCENTRIC, run_trl  # noqa: E402
 from tests.long import selected_cases  # noqa: E402
 from wf_accelerate.trl_trainers import set_generation_batch  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
-from wf_transformers import Handle  # noqa: E402
-from wf_transformers.whole_batches.log_probabilities import Rollout  # noqa: E402
+from wf_transformers import Handle, attach_model  # noqa: E402
+from wf_transformers.comparison.changes import Changes  # noqa: E402
+from wf_transformers.whole_batches.log_probabilities import generate_alone  # noqa: E402
 
 TWO_GROUPS = {"sequence_parallel_size": 2, "route": "ring"}
 ACCUMULATION = {"gradient_accumulation_steps": 2}
@@ -250,7 +251,11 @@ def test_a_rollout_generates_without_an_adapter_that_is_disabled() -> None:
     base = tiny_llama().generate(ids, **options)
     adapter = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     model = get_peft_model(tiny_llama(), adapter)
-    rollout = Rollout(model)
-    assert not torch.equal(rollout.generate(input_ids=ids, **options), base)
-    with model.disable_adapter():
-        assert torch.equal(rollout.generate(input_ids=ids, **options), base)
+    changes = Changes(model)
+    with changes.recorded():
+        handle = attach_model(model, SequenceParallel(SequenceParallelConfig()))
+    with handle:
+        generate_alone(model, handle, changes)
+        assert not torch.equal(model.generate(input_ids=ids, **options), base)
+        with model.disable_adapter():
+            assert torch.equal(model.generate(input_ids=ids, **options), base)

@@ -1,6 +1,6 @@
 """Log-probabilities, scores and completions of whole batches on ranks are those of one device.
 
-`LogProbabilityHooks` and `Rollout` in calls as TRL's trainers make them, without TRL (which
+`LogProbabilityHooks` and `generate_alone` in calls as TRL's trainers make them, without TRL (which
 test_preferences.py runs). Ranks are threads, in float64.
 """
 
@@ -28,9 +28,10 @@ from tests.integrations.transformers_models import (  # noqa: E402
     sequence_parallel,
     stay_in_float64,
 )
+from wf_transformers.comparison.changes import Changes  # noqa: E402
 from wf_transformers.whole_batches.log_probabilities import (  # noqa: E402
     LogProbabilityHooks,
-    Rollout,
+    generate_alone,
 )
 from wf_transformers.whole_batches.sharded_logits import log_softmax_of  # noqa: E402
 
@@ -252,7 +253,7 @@ def test_whole_logits_are_a_tensor() -> None:
 
 
 def test_a_rollout_generates_with_the_current_parameters_as_one_device() -> None:
-    """A step between making the Rollout and generating doubles the head's weight."""
+    """A step between attaching and generating doubles the head's weight."""
     options = {"do_sample": False, "max_new_tokens": 7, "pad_token_id": 0}
     reference = build_llama("ForCausalLM")
     with torch.no_grad():
@@ -262,9 +263,11 @@ def test_a_rollout_generates_with_the_current_parameters_as_one_device() -> None
 
     def rank(comm: Any) -> Tensor:
         model = models[comm.rank]
-        rollout = Rollout(model)
-        with attach_with_hooks(model, sequence_parallel(comm)) as handle:
-            rollout.take_over(handle)
+        changes = Changes(model)
+        with changes.recorded():
+            handle = attach_with_hooks(model, sequence_parallel(comm))
+        with handle:
+            generate_alone(model, handle, changes)
             with torch.no_grad():
                 model.lm_head.weight.mul_(2)
             return model.generate(**padded_batch(), **options)

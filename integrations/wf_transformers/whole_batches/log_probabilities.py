@@ -9,10 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch.nn.functional import pad
 
 from wf_backends._compile import eager
 from wf_transformers.calls import LOGITS_TO_KEEP, by_name
+from wf_transformers.comparison.changes import Changes
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost, transformers_class
 from wf_transformers.replace import temporarily_replace
@@ -46,8 +45,6 @@ CALLERS = ("concatenated_forward", "get_batch_logps", "_get_per_token_logps")
 """Methods of trainers that call it: of DPO, of CPO, ORPO and KTO, and of GRPO."""
 COUNTS_VALID_TOKENS = ("OPTLearnedPositionalEmbedding",)
 """Modules that give positions to valid tokens only. Without position_ids others count padding."""
-ADAPTER_STATE = ("_disable_adapters", "_active_adapter", "merged_adapters")
-"""Attributes of PEFT's layers that say which adapters act."""
 
 
 def makes_log_probabilities(trainer: Any) -> bool:
@@ -184,33 +181,18 @@ def _padding_moved_right(arguments: Mapping[str, Any], starts: Tensor) -> dict[s
     return {k: rolled(v, starts) if has_rows(k, v) else v for k, v in arguments.items()}
 
 
-class Rollout:
-    """Generates completions for a trainer with a copy of the model that is not attached.
+def generate_alone(model: nn.Module, handle: Handle, changes: Changes) -> None:
+    """Let every rank of a sequence generate by itself, until `handle.remove()`: inside
+    `model.generate` the model is as it was before it was attached.
 
-    A KV cache cannot be spread over ranks. The copy shares the parameters of the model. The ranks
-    of a sequence have the same random state and so generate the same tokens.
+    The ranks of a sequence have the same random state and so generate the same tokens.
 
     Args:
-        model: before it is attached.
+        changes: what attaching `model` changed.
     """
 
-    def __init__(self, model: Any) -> None:
-        shared = chain(model.parameters(), model.buffers())
-        self._model, self._copy = model, deepcopy(model, {id(x): x for x in shared})
-        for inner in filter(has_fused_head, outermost(self._copy)):
-            del inner.forward  # it calls the forward of `model`
+    def generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with changes.undone():
+            return original(*args, **kwargs)
 
-    def take_over(self, handle: Handle) -> None:
-        """Let `model.generate` call the copy, until `handle.remove()`."""
-        handle.set(self._model, "generate", self.generate)
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`generate` of the copy, with the current parameters of the model."""
-        for target, source in zip(self._copy.modules(), self._model.modules(), strict=True):
-            # moving a model to a device replaces its buffers
-            target._parameters, target._buffers = source._parameters, source._buffers
-            target.training = source.training
-            adapters = {key: x for key, x in vars(source).items() if key in ADAPTER_STATE}
-            vars(target).update(adapters)
-        self._copy.generation_config = self._model.generation_config
-        return self._copy.generate(*args, **kwargs)
+    handle.undo.enter_context(temporarily_replace(model, "generate", generate))
