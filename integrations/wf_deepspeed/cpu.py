@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 from torch.utils.cpp_extension import get_default_build_root
 
@@ -53,10 +54,5 @@ def without_shared_memory_op() -> Iterator[None]:
     """
     import deepspeed.ops
 
-    compatible = deepspeed.ops.__compatible_ops__
-    was_compatible = compatible.get(SHARED_MEMORY_OP, False)
-    compatible[SHARED_MEMORY_OP] = False
-    try:
+    with mock.patch.dict(deepspeed.ops.__compatible_ops__, {SHARED_MEMORY_OP: False}):
         yield
-    finally:
-        compatible[SHARED_MEMORY_OP] = was_compatible

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
@@ -101,7 +101,9 @@ def initialize_with(
     model = call.arguments["model"]
     handle, tiled_modules = _attach(model, sp, block, whole_batches)
     call.arguments["mpu"] = NeutralMpu(groups)
-    with handle.removed_on_error(), _mpu_for_one_engine():
+    with handle.removed_on_error(), ExitStack() as stack:
+        # DeepSpeed keeps the mpu for the process: every later engine would have ours
+        stack.callback(setattr, groups_of_deepspeed, "mpu", groups_of_deepspeed.mpu)
         _gather_once_per_call(tiled_modules, handle)
         engine, optimizer, loader, scheduler = original(*call.args, **call.kwargs)
     engine.wallfacer = WallFacer(
@@ -120,16 +122,6 @@ def refuse_missing_block(has_block: bool) -> None:
     if dist.is_initialized():
         topic = f'is the "{KEY}" block of the DeepSpeed config there and enabled'
         refuse_other_value(topic, has_block, range(dist.get_world_size()), dist.get_rank())
-
-
-@contextmanager
-def _mpu_for_one_engine() -> Iterator[None]:
-    """Put back DeepSpeed's global mpu at the end: every later engine would have ours otherwise."""
-    mpu = groups_of_deepspeed.mpu
-    try:
-        yield
-    finally:
-        groups_of_deepspeed.mpu = mpu
 
 
 def _attach(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from wf_transformers.calls import (
 from wf_transformers.generation.cache import ShardedCache
 from wf_transformers.generation.media import cut_with_media
 from wf_transformers.handle import Handle
+from wf_transformers.replace import set_until
 from wf_transformers.whole_batches.arguments import has_row_per_token
 
 RECOMPUTED = ("attention_mask", "position_ids", "cache_position", "use_cache", "mm_encoder_outputs")
@@ -55,18 +56,12 @@ class Forwards:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        hooks = (
-            self.model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
-            self.model.register_forward_hook(self._after),
-        )
-        attention = self.handle.attention
-        attention.cache = self.cache
-        try:
+        model, options = self.model, {"prepend": True, "with_kwargs": True}
+        with ExitStack() as stack:
+            stack.callback(model.register_forward_pre_hook(self._before, **options).remove)
+            stack.callback(model.register_forward_hook(self._after).remove)
+            set_until(stack, self.handle.attention, "cache", self.cache)
             yield
-        finally:
-            attention.cache = None
-            for hook in hooks:
-                hook.remove()
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         arguments, cache = by_name(self.names, args, kwargs), self.cache
