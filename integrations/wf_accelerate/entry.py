@@ -133,11 +133,11 @@ def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False
     _refuse_trainer(trainer)
     _refuse_hidden_logits(trainer, whole_logits)
     trl = trainer if makes_log_probabilities(trainer) else None
+    if trl is None:
+        refuse_rollouts(trainer)
     generating = what_generates(trainer)
     if trl is not None:
         refuse_options(trainer, bool(generating))
-    else:
-        refuse_rollouts(trainer)
     if generating and trainer.is_fsdp_enabled:
         raise NotImplementedError(
             f"{', '.join(generating)} under FSDP: generate needs whole parameters; leave it out, "
