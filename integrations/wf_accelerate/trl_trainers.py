@@ -158,18 +158,13 @@ def _rewards_of_first_ranks(
     trainer: Any, size: int, original: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
     """Return gathered rewards (samples of all ranks, functions): a sequence's ranks get those of
-    its first rank, since rewards may be random (an LLM as a judge).
-
-    Raises:
-        ValueError: in an evaluation of data that the trainer did not have when it was connected, if
-            a batch splits the completions of a prompt.
-    """
+    its first rank, since rewards may be random (an LLM as a judge)."""
     from accelerate.state import PartialState
 
     gathered = original(*args, **kwargs)
     num_ranks = PartialState().num_processes
     samples = len(gathered) // num_ranks
-    if not trainer.model.training:
+    if not trainer.model.training:  # on data that the trainer did not have when it was connected
         generations = getattr(trainer, "num_generations_eval", trainer.num_generations)
         name = "per_device_eval_batch_size"
         _refuse_split_completions(name, samples, "num_generations_eval", generations)

@@ -55,11 +55,7 @@ def problems(installed: Callable[[str], str] = version) -> list[str]:
 
 
 def check() -> None:
-    """Check the installed packages.
-
-    Raises:
-        ImportError: with all problems, and the commands that solve them.
-    """
+    """Raise an ImportError with all problems of the installed packages, and their solutions."""
     if messages := problems():
         raise ImportError("WallFacer for ColossalAI cannot start. " + ". ".join(messages))
 

@@ -22,11 +22,7 @@ def extensions_root() -> Path:
 
 
 def stale_locks(root: Path) -> list[Path]:
-    """Lock files of other jobs' compilations; one that was killed leaves its file for ever.
-
-    Args:
-        root: a torch extensions folder.
-    """
+    """Lock files of other jobs' compilations; one that was killed leaves its file for ever."""
     locks = [*root.glob("*/lock"), *root.glob("*/*/lock")]
     now = time.time()
     return [lock for lock in sorted(locks) if now - lock.stat().st_mtime > STALE_SECONDS]

@@ -45,11 +45,8 @@ def _save(
 def _load(
     engine: Any, original: Callable[..., Any], load_dir: str, tag: object = None, **options: Any
 ) -> Any:
-    """Replace DeepSpeedEngine.load_checkpoint.
-
-    Raises:
-        ValueError: for a checkpoint that is incomplete, with the newest complete one.
-    """
+    """Replace DeepSpeedEngine.load_checkpoint: one that is incomplete is refused, and the newest
+    complete one named."""
     universal = engine.load_universal_checkpoint()
     has_tag = tag is not None or Path(load_dir, "latest").is_file()
     if has_tag and not universal and not engine.use_node_local_storage():

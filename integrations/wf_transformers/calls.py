@@ -78,11 +78,7 @@ def refuse_call(
 ) -> None:
     """Refuse a call in which this rank's part would be taken for the whole sequence, or vice versa.
 
-    Args:
-        model: the called model.
-        arguments: of the call, by name.
-        names: the parameter names of the model's forward.
-        logits_are_whole: whether labels and logits are those of all ranks.
+    `names` are the parameters of the model's forward.
     """
     for key, reason in NOT_LOCAL.items():
         value = arguments.get(key)

@@ -28,7 +28,8 @@ class MaskCheck:
         self._passed: ref[Tensor] | None = None
 
     def __call__(self, mask: Any, causal: bool, window: tuple[int, int] | None) -> None:
-        """Return if `mask` may be dropped.
+        """Refuse a mask that may not be dropped: one other than that of causal or full attention,
+        with or without the window.
 
         Args:
             mask: from the model: None, (b, keys) or (b or 1, h or 1, rows or 1, keys), bool
@@ -36,10 +37,6 @@ class MaskCheck:
             causal: whether attention is causal.
             window: (left, right): how many keys the model's window shows before and after a row's
                 own.
-
-        Raises:
-            ValueError: if it is not the mask of causal or full attention, with or without the
-                window.
         """
         if mask is None or (self._passed is not None and self._passed() is mask):
             return

@@ -39,7 +39,8 @@ def register(sp: SequenceParallel, name: str = "wallfacer") -> Handle:
     registered = ALL_ATTENTION_FUNCTIONS.get(name)
     is_unused = registered is None and name not in (BERT_CLASSES or ())
     is_available = name != "eager" and (is_unused or isinstance(registered, Attention))
-    if not is_available or not _mask_name_is_free(name):
+    mask = mask_function if MASK_INTERFACE is None else MASK_INTERFACE().get(name, mask_function)
+    if not is_available or mask is not mask_function:
         raise ValueError(f"attention implementation {name!r} is taken; choose another name")
     attention = Attention(sp, name)
     ALL_ATTENTION_FUNCTIONS[name] = attention
@@ -84,10 +85,6 @@ def registered_for(model: Any) -> Attention | None:
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
     registered = ALL_ATTENTION_FUNCTIONS.get(name)
     return registered if isinstance(registered, Attention) else None
-
-
-def _mask_name_is_free(name: str) -> bool:
-    return MASK_INTERFACE is None or MASK_INTERFACE().get(name, mask_function) is mask_function
 
 
 def mask_function(

@@ -20,13 +20,10 @@ SAME_ROWS = 1e-3  # largest difference between summaries of the same rows
 
 
 class FixedRandomness(TorchFunctionMode):
-    """Inside, dropout drops nothing, and all other random numbers are the same constant.
-
-    Attributes:
-        saw_dropout: whether dropout was called.
-    """
+    """Inside, dropout drops nothing, and all other random numbers are the same constant."""
 
     saw_dropout = False
+    """Whether dropout was called."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -69,14 +66,12 @@ class DropoutRecorder(TorchFunctionMode):
     """Records the random state and the input of every dropout inside.
 
     With the same state ranks drop the same elements, which is wrong for different tokens.
-
-    Attributes:
-        modules: for each dropout the name of the innermost module that it ran in.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.modules: list[str] = []
+        """For each dropout the name of the innermost module that it ran in."""
         self._calls: list[tuple[float, float]] = []
         """(random state, summary of the input) of each dropout."""
 

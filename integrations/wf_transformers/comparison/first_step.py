@@ -179,10 +179,7 @@ def shorten(arguments: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any
     The tokens begin with the first label that counts: before it the two answers of a preference are
     the same prompt, on which their gradients cancel. Every tensor is cut in all dimensions that are
     as long as the sequence: a mask (b, 1, S, S) in two. If no label counts among these tokens, the
-    tokens become the labels.
-
-    Returns:
-        None if the batch cannot be cut.
+    tokens become the labels. None if the batch cannot be cut.
     """
     batch = {key: x for key, x in arguments.items() if x is not None}
     tensors = [x for x in batch.values() if isinstance(x, Tensor) and x.dim()]

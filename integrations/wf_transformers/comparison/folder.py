@@ -27,14 +27,12 @@ TIMEOUT = 3600.0  # seconds
 
 
 def verify_folder(folder: Path, config: SequenceParallelConfig, layers: int) -> str:
-    """Compare the model of a folder on `config.sequence_parallel_size` threads with it on one.
+    """Compare the model of a folder on `config.sequence_parallel_size` threads with it on one, and
+    say the result in a sentence.
 
     Args:
         folder: written by `save_pretrained`; without files of weights, these are random.
         layers: how many layers of a language model to take; 0: all.
-
-    Returns:
-        The result, in a sentence.
 
     Raises:
         ValueError: if the folder cannot be read or the model cannot be run on a random batch.

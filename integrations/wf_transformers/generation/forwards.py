@@ -36,7 +36,6 @@ class Forwards:
     Args:
         model: a Hugging Face model that `handle` has attached.
         key: the parameter of the model that takes the cache.
-        num_samples: of the call.
         media: images and videos of the prompt, from `take_media`.
     """
 

@@ -7,7 +7,7 @@ Shapes: b samples, r times each where beams or several sequences are wanted, S t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def cut_with_media(
         masked = {} if mask is None else {"attention_mask": mask[::repeats]}
         batch["position_ids"] = rope_positions(model, batch | masked)
     behind, first_text = _after_media(batch["position_ids"])
-    local = cut_media(model, sp, batch, _shard_each(sp))
+    local = cut_media(model, sp, batch, lambda rows: {k: sp.shard(x) for k, x in rows.items()})
     local = _repeated(model, local, repeats) if repeats > 1 else local
     return local, behind.repeat_interleave(repeats).tolist(), first_text
 
@@ -73,10 +73,6 @@ def _after_media(positions: Tensor) -> tuple[Tensor, int]:
     numbers = torch.arange(seqlen, device=positions.device)
     others = (positions != numbers - behind[:, None]).any(dim=1).any(dim=0).nonzero()
     return behind, int(others.max()) + 1 if len(others) else 0
-
-
-def _shard_each(sp: SequenceParallel) -> Callable[[Mapping[str, Tensor]], dict[str, Any]]:
-    return lambda tokens: {name: sp.shard(x) for name, x in tokens.items()}
 
 
 def _repeated(model: Any, local: dict[str, Any], repeats: int) -> dict[str, Any]:

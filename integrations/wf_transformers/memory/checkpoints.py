@@ -49,12 +49,7 @@ class Checkpointing:
 def checkpoint_activations(
     model: nn.Module, handle: Handle, checkpointing: Checkpointing | None
 ) -> None:
-    """Checkpoint the layers of every Hugging Face model in `model`, until `handle.remove()`.
-
-    Args:
-        model: the model that `handle` attached.
-        checkpointing: None leaves the model as it is.
-    """
+    """Checkpoint the layers of every Hugging Face model in `model`, until `handle.remove()`."""
     if checkpointing is None:
         return
     models = outermost(model)
