@@ -33,6 +33,11 @@ class Cut:
     """An argument of fewer dimensions, or of one row, is for all tokens, and stays whole."""
 
 
+def cut(module: str, *streams: str, **options: Any) -> Cut:
+    """A `Cut`; each stream is the names of its arguments, "a b"."""
+    return Cut(module, tuple(tuple(names.split()) for names in streams), **options)
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """How one class of models is split over ranks."""
@@ -40,7 +45,7 @@ class Family:
     attention: tuple[str, ...]
     """Paths of the self-attention modules, in which every token attends to every token."""
     cuts: tuple[Cut, ...]
-    gathered: str
+    gathered: str = "proj_out"
     """Path of the module whose output is gathered: the rows of the last stream, (b, s, width), from
     which the model makes its sample. Of a tuple it is the first item."""
     gathered_inside: tuple[str, ...] = ()

@@ -12,51 +12,46 @@ from types import MappingProxyType
 from diffusers.models.transformers import transformer_qwenimage, transformer_skyreels_v2
 from torch import nn
 
-from wf_diffusers.cuts import Cut, Family
+from wf_diffusers.cuts import Family, cut
 from wf_diffusers.refused import why_not
 
 CONTROL = "controlnet_block_samples"
 KWARGS = "arguments of attention, such as an IP-Adapter's"
 TEXT = "encoder_hidden_states"
-JOINT = Cut("transformer_blocks.0", ((TEXT,), ("hidden_states",)))
-IMAGE = Cut("transformer_blocks.0", (("hidden_states",),))
-PIXART = Family(attention=("transformer_blocks.*.attn1",), cuts=(IMAGE,), gathered="proj_out")
+JOINT = cut("transformer_blocks.0", TEXT, "hidden_states")
+IMAGE = cut("transformer_blocks.0", "hidden_states")
+PIXART = Family(attention=("transformer_blocks.*.attn1",), cuts=(IMAGE,))
 LTX = replace(
     PIXART,
     cuts=(
-        Cut("", (("timestep",),), dims=(1,), ndim=2),
+        cut("", "timestep", dims=(1,), ndim=2),
         IMAGE,
-        Cut("transformer_blocks.*", (("image_rotary_emb",),)),
+        cut("transformer_blocks.*", "image_rotary_emb"),
     ),
 )
 FLUX = Family(
     attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
     cuts=(
-        Cut(
+        cut(
             "",
-            (
-                (TEXT, "txt_ids"),
-                ("hidden_states", "img_ids", CONTROL, "controlnet_single_block_samples"),
-            ),
+            f"{TEXT} txt_ids",
+            f"hidden_states img_ids {CONTROL} controlnet_single_block_samples",
         ),
     ),
-    gathered="proj_out",
     refused=(("joint_attention_kwargs", KWARGS),),
     allows_empty_stream=True,
 )
 WAN = Family(
     attention=("blocks.*.attn1",),
     cuts=(
-        Cut("", (("timestep",),), dims=(1,), ndim=2),
-        Cut("blocks.0", (("hidden_states",),)),
-        Cut("blocks.*", (("rotary_emb",),), dims=(1,)),
+        cut("", "timestep", dims=(1,), ndim=2),
+        cut("blocks.0", "hidden_states"),
+        cut("blocks.*", "rotary_emb", dims=(1,)),
     ),
-    gathered="proj_out",
 )
 SD3 = Family(
     attention=("transformer_blocks.*.attn", "transformer_blocks.*.attn2"),
-    cuts=(Cut("", ((TEXT,), ("block_controlnet_hidden_states",)), kept=TEXT), JOINT),
-    gathered="proj_out",
+    cuts=(cut("", TEXT, "block_controlnet_hidden_states", kept=TEXT), JOINT),
     refused=(("joint_attention_kwargs", KWARGS),),
     last_stream_attends_alone=True,
 )
@@ -65,21 +60,18 @@ HUNYUAN = Family(
     cuts=(
         JOINT,
         *(
-            Cut(f"{blocks}.*", ((rotary,),), joint_mask="attention_mask")
+            cut(f"{blocks}.*", rotary, joint_mask="attention_mask")
             for blocks in ("transformer_blocks", "single_transformer_blocks")
             for rotary in ("image_rotary_emb", "freqs_cis")
         ),
     ),
-    gathered="proj_out",
     text_masks=(("encoder_attention_mask", TEXT),),
     refused_config=("image_condition_type", "token_replace"),
 )
 SECOND_TEXT = ("encoder_attention_mask_2", f"{TEXT}_2")
-ROTARY = ("image_rotary_emb",)
 COGVIEW = Family(
     attention=PIXART.attention,
-    cuts=(JOINT, Cut("transformer_blocks.*", (ROTARY,))),
-    gathered="proj_out",
+    cuts=(JOINT, cut("transformer_blocks.*", "image_rotary_emb")),
     refused=(("attention_kwargs", KWARGS), ("attention_mask", "a mask of the text")),
     last_stream_attends_alone=True,
 )
@@ -92,7 +84,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "AllegroTransformer3DModel": replace(
             PIXART,
-            cuts=(IMAGE, Cut("transformer_blocks.*", (("image_rotary_emb.1",),), dims=(-1,))),
+            cuts=(IMAGE, cut("transformer_blocks.*", "image_rotary_emb.1", dims=(-1,))),
             refused=(("attention_mask", "a mask of the video"),),
         ),
         "AuraFlowTransformer2DModel": replace(
@@ -109,7 +101,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "ChronoEditTransformer3DModel": WAN,
         "CogVideoXTransformer3DModel": replace(
             PIXART,
-            cuts=(Cut("", ((TEXT,), ("image_rotary_emb",)), kept=TEXT), JOINT),
+            cuts=(cut("", TEXT, "image_rotary_emb", kept=TEXT), JOINT),
             refused=(("attention_kwargs", KWARGS),),
         ),
         "CogView3PlusTransformer2DModel": replace(PIXART, cuts=(JOINT,)),
@@ -118,11 +110,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             PIXART,
             cuts=(
                 IMAGE,
-                Cut("transformer_blocks.*", (("image_rotary_emb",),)),
-                Cut("transformer_blocks.*", (("extra_pos_emb",),)),
-                Cut("transformer_blocks.*", (("controlnet_residual",),)),
-                Cut("transformer_blocks.*", (("temb", "embedded_timestep"),), ndim=3),
-                Cut("norm_out", (("temb", "embedded_timestep"),), ndim=3),
+                cut("transformer_blocks.*", "image_rotary_emb"),
+                cut("transformer_blocks.*", "extra_pos_emb"),
+                cut("transformer_blocks.*", "controlnet_residual"),
+                cut("transformer_blocks.*", "temb embedded_timestep", ndim=3),
+                cut("norm_out", "temb embedded_timestep", ndim=3),
             ),
         ),
         "DiTTransformer2DModel": replace(PIXART, gathered="proj_out_2"),
@@ -142,7 +134,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "HunyuanDiT2DModel": replace(
             PIXART,
             attention=WAN.attention,
-            cuts=(Cut("", ((*ROTARY, CONTROL),)), replace(IMAGE, module="blocks.0")),
+            cuts=(cut("", f"image_rotary_emb {CONTROL}"), replace(IMAGE, module="blocks.0")),
         ),
         "HunyuanImageTransformer2DModel": replace(
             HUNYUAN, text_masks=(*HUNYUAN.text_masks, SECOND_TEXT)
@@ -150,7 +142,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "HunyuanVideoTransformer3DModel": HUNYUAN,
         "HunyuanVideoFramepackTransformer3DModel": replace(
             HUNYUAN,
-            cuts=(JOINT, *(replace(cut, joint_mask="") for cut in HUNYUAN.cuts[1:])),
+            cuts=(JOINT, *(replace(x, joint_mask="") for x in HUNYUAN.cuts[1:])),
             gathered="single_transformer_blocks.-1",  # then the history is taken off
             shared=("indices_latents",),
             masks_are_true=True,
@@ -158,19 +150,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "HunyuanVideo15Transformer3DModel": Family(
             attention=("transformer_blocks.*.attn",),
-            cuts=(
-                JOINT,
-                Cut("transformer_blocks.*", (("attention_mask",), ("freqs_cis",)), dims=(1, -2)),
-            ),
-            gathered="proj_out",
+            cuts=(JOINT, cut("transformer_blocks.*", "attention_mask", "freqs_cis", dims=(1, -2))),
             text_masks=(*HUNYUAN.text_masks, SECOND_TEXT, ("image_embeds", "image_embeds")),
             masks_are_true=True,
         ),
         "Kandinsky5Transformer3DModel": Family(
             attention=("visual_transformer_blocks.*.self_attention",),
             cuts=(
-                Cut("visual_transformer_blocks.0", (("visual_embed",),)),
-                Cut("visual_transformer_blocks.*", (("rope",),), dims=(1,)),
+                cut("visual_transformer_blocks.0", "visual_embed"),
+                cut("visual_transformer_blocks.*", "rope", dims=(1,)),
             ),
             gathered="visual_transformer_blocks.-1",
             refused=(("sparse_params", "a mask that follows from the values of tokens"),),
@@ -181,8 +169,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             LTX,
             cuts=(
                 *LTX.cuts[:2],
-                Cut("transformer_blocks.*", (("video_rotary_emb",),)),
-                Cut("transformer_blocks.*.audio_to_video_attn", (("query_rotary_emb",),)),
+                cut("transformer_blocks.*", "video_rotary_emb"),
+                cut("transformer_blocks.*.audio_to_video_attn", "query_rotary_emb"),
             ),
             gathered_inside=(  # the audio is whole on every rank
                 "transformer_blocks.*.video_to_audio_attn.to_k",
@@ -192,10 +180,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "Lumina2Transformer2DModel": Family(
             attention=("layers.*.attn",),
-            cuts=(
-                Cut("layers.0", (("hidden_states",),)),
-                Cut("layers.*", (("image_rotary_emb",),)),
-            ),
+            cuts=(cut("layers.0", "hidden_states"), cut("layers.*", "image_rotary_emb")),
             gathered="norm_out",
             text_masks=(("encoder_attention_mask", TEXT),),
             refused=(("attention_kwargs", KWARGS),),
@@ -204,9 +189,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             PIXART,
             cuts=(
                 JOINT,
-                Cut(
+                cut(
                     "transformer_blocks.*",
-                    (("encoder_attention_mask",), ("image_rotary_emb",)),
+                    "encoder_attention_mask",
+                    "image_rotary_emb",
                     dims=(1, -3),
                 ),
             ),
@@ -217,8 +203,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "PRXTransformer2DModel": Family(
             attention=("blocks.*.attention",),
             cuts=(
-                Cut("blocks.0", (("hidden_states",),)),
-                Cut("blocks.*", ((TEXT, "attention_mask"), ROTARY), dims=(1, 2)),
+                cut("blocks.0", "hidden_states"),
+                cut("blocks.*", f"{TEXT} attention_mask", "image_rotary_emb", dims=(1, 2)),
             ),
             gathered="final_layer",
             text_masks=(("attention_mask", TEXT),),
@@ -228,12 +214,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "QwenImageTransformer2DModel": Family(
             attention=("transformer_blocks.*.attn",),
             cuts=(
-                Cut("", ((TEXT,), (CONTROL,)), kept=TEXT),
+                cut("", TEXT, CONTROL, kept=TEXT),
                 JOINT,
-                Cut("transformer_blocks.*", (("image_rotary_emb.1",), ("image_rotary_emb.0",))),
-                Cut("transformer_blocks.*", (("modulate_index",),), dims=(1,), reuses_layout=True),
+                cut("transformer_blocks.*", "image_rotary_emb.1", "image_rotary_emb.0"),
+                cut("transformer_blocks.*", "modulate_index", dims=(1,), reuses_layout=True),
             ),
-            gathered="proj_out",
             refused=(("attention_kwargs", KWARGS),),
             text_masks=QWEN_MASKS,
             lists=("img_shapes", "txt_seq_lens"),
@@ -245,7 +230,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             cuts=(
                 WAN.cuts[1],
                 replace(WAN.cuts[2], dims=(SKYREELS_ROTARY,)),
-                Cut("blocks.*", (("temb",),), ndim=4),
+                cut("blocks.*", "temb", ndim=4),
             ),
             gathered="norm_out",  # modulated afterwards, by the timesteps of all tokens
         ),
@@ -260,18 +245,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             attention=("blocks.*.attn1", "vace_blocks.*.attn1"),
             cuts=(
                 *WAN.cuts[1:],
-                Cut("vace_blocks.*", (("hidden_states",),)),
-                Cut("vace_blocks.0", (("control_hidden_states",),)),
-                Cut("vace_blocks.*", (("rotary_emb",),), dims=(1,)),
+                cut("vace_blocks.*", "hidden_states"),
+                cut("vace_blocks.0", "control_hidden_states"),
+                cut("vace_blocks.*", "rotary_emb", dims=(1,)),
             ),
         ),
         "ZImageTransformer2DModel": Family(
             attention=("layers.*.attention",),
-            cuts=(
-                Cut("", ((CONTROL,),)),
-                Cut("layers.0", (("x",),)),
-                Cut("layers.*", (("freqs_cis",),)),
-            ),
+            cuts=(cut("", CONTROL), cut("layers.0", "x"), cut("layers.*", "freqs_cis")),
             gathered="all_final_layer.*",
             lists=("x", "cap_feats"),
             refused=(
