@@ -64,9 +64,6 @@ def attach_pretrained(model: nn.Module, sp: SequenceParallel) -> Handle:
     itself) to it, and prepare them.
 
     All models get the same name, because they may share the config that holds it.
-
-    Raises:
-        NotImplementedError: on several ranks, for a model whose tokens cannot be spread.
     """
     handle = register_free(sp)
     with handle.removed_on_error():
@@ -86,9 +83,6 @@ def attach_stages(
     Args:
         verify: whether to compare the first forward with one on a single rank; True, False or
             "strict".
-
-    Raises:
-        ValueError: if the stages do not fit the model.
     """
     handle = Handle(sp)
     dsp = DynamicSequenceParallel(sp.comm, gradients="averaged")

@@ -16,7 +16,7 @@ ON_ONE_PROCESS = (
     "to WallFacer"
 )
 RIGHT = "call the model with what sp.shard_batch and wf_transformers.forward_kwargs give"
-LOSS = (
+LEAVE_LABELS_OUT = (
     "leave it out and take sp.loss (engine.wallfacer.loss) of the logits, or have forward_kwargs("
     "..., num_valid=) pass the labels of a ...ForCausalLM"
 )
@@ -147,7 +147,7 @@ def _refuse_labels(name: str, arguments: Mapping[str, Any]) -> None:
     if label is not None and arguments.get("shift_labels") is None:
         raise ValueError(
             f"{name} was called with {label}: its loss would be of this rank's tokens only, and "
-            f"not of the next ones where these are on another rank; {LOSS}"
+            f"not of the next ones where these are on another rank; {LEAVE_LABELS_OUT}"
         )
 
 

@@ -33,10 +33,6 @@ def verify_folder(folder: Path, config: SequenceParallelConfig, layers: int) -> 
     Args:
         folder: written by `save_pretrained`; without files of weights, these are random.
         layers: how many layers of a language model to take; 0: all.
-
-    Raises:
-        ValueError: if the folder cannot be read or the model cannot be run on a random batch.
-        NotImplementedError: if the model computes something else on several ranks than on one.
     """
     has_weights = any(list(folder.glob(pattern)) for pattern in WEIGHTS)
     with refused_by_name(folder):

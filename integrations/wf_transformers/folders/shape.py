@@ -46,11 +46,6 @@ def model_shape(name: str, itemsize: int = 0) -> dict[str, Any]:
 
     Args:
         itemsize: bytes of a number in training; then all arguments of a `Decoder` are returned.
-
-    Raises:
-        ValueError: if there is no such model, or its config lacks its heads or sizes.
-        NotImplementedError: for sizes of another model than a decoder, or of a mixture whose
-            config lacks its experts.
     """
     config = read_config(name).get_text_config()
     heads = getattr(config, "num_attention_heads", None)

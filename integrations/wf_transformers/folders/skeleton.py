@@ -42,10 +42,6 @@ def skeleton(
         attention: "sdpa" or "eager".
         layers: how many layers to build; 0: all; None: the first ones, up to the first of the last
             kind of layer.
-
-    Raises:
-        ValueError: for an unusable folder or attention, a model that does not take tokens, or more
-            tokens than it has positions.
     """
     if attention not in ATTENTIONS:
         raise ValueError(f"--attention must be one of {list(ATTENTIONS)}, got {attention!r}")

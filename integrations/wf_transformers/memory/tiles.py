@@ -77,11 +77,6 @@ def plan_tiles(
         ranks: how many ranks share a sequence.
         labelled: whether the model is called with labels, and so computes the loss itself.
         checkpointing: of its activations, once it is attached.
-
-    Raises:
-        ValueError: as `plan_training`, or if the length of sequences is unknown.
-        NotImplementedError: if the model does not take tokens, or those of a decoder too, or
-            ZeRO 3 has partitioned its parameters.
     """
     if budget is None:
         return None
