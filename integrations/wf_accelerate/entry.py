@@ -130,8 +130,7 @@ def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False
         ValueError, NotImplementedError: as `connect`, and for a Trainer that builds a new model
             when it trains, or replicates its model over the GPUs of one process.
     """
-    _refuse_trainer(trainer)
-    _refuse_hidden_logits(trainer, whole_logits)
+    _refuse_trainer(trainer, whole_logits)
     trl = trainer if makes_log_probabilities(trainer) else None
     if trl is None:
         refuse_rollouts(trainer)
@@ -157,8 +156,9 @@ def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False
     return handle
 
 
-def _refuse_trainer(trainer: Trainer) -> None:
-    """Refuse options of a Trainer that cannot be combined with ranks that share samples."""
+def _refuse_trainer(trainer: Trainer, whole_logits: bool) -> None:
+    """Refuse options of a Trainer that cannot be combined with ranks that share samples, and one
+    that uses logits of training calls, of which nobody asked for all."""
     if getattr(trainer, "model_init", None) is not None:
         raise NotImplementedError("model_init=: the Trainer makes a new model later; give model=")
     if trainer.args.n_gpu > 1:
@@ -173,10 +173,6 @@ def _refuse_trainer(trainer: Trainer) -> None:
         )
     if not isinstance(trainer.model, nn.Module):
         raise ValueError(f"the Trainer has no model, got {type(trainer.model)}")
-
-
-def _refuse_hidden_logits(trainer: Trainer, whole_logits: bool) -> None:
-    """Refuse a trainer that uses logits of training calls, of which nobody asked for all."""
     if not whole_logits and _is_sft_of_logits(trainer):
         raise ValueError(
             f"{type(trainer).__name__} of this TRL uses the logits of its training calls: say "

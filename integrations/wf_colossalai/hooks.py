@@ -26,8 +26,6 @@ class TokenHooks(WholeBatchHooks):
     """Cuts ids and labels, and computes the loss, for a model with one output row per token.
 
     Args:
-        model: the model itself, not its wrapper.
-        handle: the handle of the attached model.
         causal: whether labels must be shifted.
         tensor_parallel: the group over which logits may be split.
     """

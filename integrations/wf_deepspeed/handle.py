@@ -20,6 +20,10 @@ from wf_transformers import Handle
 class WallFacer(Handle):
     """The handle of one DeepSpeed engine.
 
+    Args:
+        attached: the handle of the engine's model.
+        accumulation: returns the number of micro-batches of an optimizer step.
+
     Attributes:
         block: the "wallfacer" block of the JSON.
         groups: the process groups of this rank.
@@ -33,11 +37,6 @@ class WallFacer(Handle):
         device: torch.device,
         accumulation: Callable[[], int],
     ) -> None:
-        """
-        Args:
-            attached: the handle of the engine's model.
-            accumulation: returns the number of micro-batches of an optimizer step.
-        """
         vars(self).update(vars(attached))  # they share one undo stack
         self.block, self.groups = block, groups
         self.averages_tokens = block.loss_average == "token"

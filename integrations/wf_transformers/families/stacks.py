@@ -32,17 +32,14 @@ from wf_transformers.models import outermost, row_of, transformers_class
 from wf_transformers.rng import RankRng
 
 STACKS = frozenset(
-    {
-        *("BartEncoder", "BartDecoder", "MBartEncoder", "MBartDecoder", "T5Stack", "MT5Stack"),
-        *("UMT5Stack", "WhisperEncoder", "WhisperDecoder", "CLIPEncoder", "SiglipEncoder"),
-        *("Siglip2Encoder", "Dinov2Encoder", "Dinov2WithRegistersEncoder", "DINOv3ViTEncoder"),
-        *("VideoMAEEncoder", "VideoMAEDecoder", "VJEPA2Encoder", "VJEPA2Predictor"),
-        *("YolosEncoder", "ViTMAEDecoder", "Wav2Vec2Encoder", "Wav2Vec2EncoderStableLayerNorm"),
-        *("HubertEncoder", "HubertEncoderStableLayerNorm"),
-        # in transformers 4, and in 5, where the model itself has the layers
-        *("DeiTEncoder", "DeiTModel", "ViTMSNEncoder", "ViTMSNModel", "IJepaEncoder", "IJepaModel"),
-        *("ViTMAEEncoder", "ViTMAEModel", "VivitEncoder", "VivitModel", "ASTEncoder", "ASTModel"),
-    }
+    "BartEncoder BartDecoder MBartEncoder MBartDecoder T5Stack MT5Stack UMT5Stack WhisperEncoder "
+    "WhisperDecoder CLIPEncoder SiglipEncoder Siglip2Encoder Dinov2Encoder VideoMAEEncoder "
+    "Dinov2WithRegistersEncoder DINOv3ViTEncoder VideoMAEDecoder VJEPA2Encoder VJEPA2Predictor "
+    "YolosEncoder ViTMAEDecoder Wav2Vec2Encoder Wav2Vec2EncoderStableLayerNorm HubertEncoder "
+    "HubertEncoderStableLayerNorm "
+    # in transformers 4, and in 5, where the model itself has the layers
+    "DeiTEncoder DeiTModel ViTMSNEncoder ViTMSNModel IJepaEncoder IJepaModel ViTMAEEncoder "
+    "ViTMAEModel VivitEncoder VivitModel ASTEncoder ASTModel".split()
 )
 """Modules whose layers see this rank's rows, in models of the same file of transformers."""
 LAYERS = ("layers", "layer", "decoder_layers", "block")
