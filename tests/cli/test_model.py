@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from pathlib import Path
@@ -95,6 +96,37 @@ def test_a_bad_config_is_refused_in_one_line(
     assert (code, out) == (2, "") and f"--model {tmp_path}: " in err and message in err
 
 
+OWN_CODE = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": "eight"}, '"num_attention_heads" in config.json must be a number'),
+        ({"num_key_value_heads": "two"}, "must be a number, got 'two'"),
+        ({"text_config": {"model_type": "llama", "rms_norm_eps": "x"}}, '"rms_norm_eps" in config'),
+        (OWN_CODE, 'it has code of its own ("auto_map"), which only a script of yours may run'),
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan",
+        "chunk --seqlen 8",
+        "verify --sequence-parallel-size 2",
+        "generate --prompt w --max-memory 80kB --shaped 1,2,3",
+    ],
+)
+def test_a_word_in_place_of_a_number_and_code_beside_a_config_are_refused_by_name(
+    wallfacer, tmp_path: Path, command: str, changes: dict[str, object], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | changes))
+    (tmp_path / "own.py").write_text("raise ZeroDivisionError")
+    code, out, err = wallfacer(*command.split(), "--model", str(tmp_path))
+    assert (code, out) == (2, "") and message in err
+    assert err.count(f"--model {tmp_path}: ") == 1
+
+
 def test_a_file_that_is_no_config_is_refused_whatever_its_path_says(
     wallfacer, tmp_path: Path
 ) -> None:
@@ -117,7 +149,7 @@ def test_a_name_is_looked_up_in_the_cache_alone_if_the_hub_does_not_answer(
             return socket.socket()
         raise TimeoutError
 
-    def from_pretrained(name: str, local_files_only: bool) -> None:
+    def from_pretrained(name: str, local_files_only: bool, trust_remote_code: bool) -> None:
         asked.append(local_files_only)
         raise OSError(f"no {name} here")
 

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator, run_threads
 from wf_transformers.comparison.verify import Report, verify
 from wf_transformers.entry import attach_model
-from wf_transformers.folders.shape import DTYPE, refused_by_name
+from wf_transformers.folders.shape import DTYPE, load_config, refused_by_name
 from wf_transformers.folders.skeleton import keep_layers
 from wf_transformers.handle import Handle
 from wf_transformers.models import head_of
@@ -63,7 +62,7 @@ def verify_folder(folder: Path, config: SequenceParallelConfig, layers: int) -> 
 
 def _load(folder: Path, has_weights: bool, layers: int) -> Any:
     """The model in float32, with random weights if the folder has none."""
-    config = AutoConfig.from_pretrained(folder)
+    config = load_config(folder)
     if layers:
         keep_layers(config.get_text_config(), layers)
     names = getattr(config, "architectures", None) or [""]

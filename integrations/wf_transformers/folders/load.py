@@ -15,12 +15,11 @@ from torch import Tensor
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from wf_transformers.folders.shape import DTYPE, is_causal, refused_by_name
+from wf_transformers.folders.shape import DTYPE, is_causal, load_config, refused_by_name
 from wf_transformers.folders.skeleton import check_positions
 
 
@@ -62,7 +61,7 @@ def model_from_folder(
 
 
 def _causal_config(folder: str | Path) -> Any:
-    config = AutoConfig.from_pretrained(folder)
+    config = load_config(folder)
     if not is_causal(config):
         raise ValueError(f"{folder} holds a {config.model_type}, which is no causal language model")
     return config
@@ -235,7 +234,7 @@ def generator(folder: Path, chat: bool = False) -> Generator:
     """The model and tokenizer for `wallfacer generate`."""
     with refused_by_name(folder):
         _causal_config(folder)  # a tokenizer's error would not say what is wrong
-        tokenizer = AutoTokenizer.from_pretrained(folder)  # first, because it fails sooner
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if chat and not tokenizer.chat_template:
             raise ValueError("its tokenizer has no chat template: leave --chat out")
         return Generator(model_from_folder(folder), tokenizer, chat)

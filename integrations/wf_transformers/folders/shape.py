@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,7 @@ from urllib.request import getproxies
 import torch
 from huggingface_hub.constants import ENDPOINT
 from transformers.configuration_utils import PretrainedConfig
-from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from wf_backends.budget import Experts
@@ -29,6 +30,7 @@ except ImportError:  # transformers 4
 DTYPES = MappingProxyType({2: torch.bfloat16, 4: torch.float32, 8: torch.float64})  # by itemsize
 DTYPE = "dtype" if hasattr(PretrainedConfig, "torch_dtype") else "torch_dtype"
 """The name of a dtype in configs and loaders; newer versions warn of the second."""
+NUMBER = re.compile("^num_|_(dim|size)$")  # config fields that are numbers where they are set
 HUB_S = 3.0  # in which a connection to the Hub opens
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Config fields for the number of experts."""
@@ -76,7 +78,34 @@ def read_config(name: str | Path) -> Any:
     """The config of a folder, a file, or a name of the Hub."""
     is_local = Path(name).exists() or not _hub_answers()
     with refused_by_name(name):
-        return AutoConfig.from_pretrained(name, local_files_only=is_local)
+        return load_config(name, local_files_only=is_local)
+
+
+def load_config(name: str | Path, **options: Any) -> Any:
+    """As transformers loads it, but code beside it is not run.
+
+    Raises:
+        ValueError: if it needs such code, or has a word in place of a number.
+    """
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if path.is_file():
+        _check_numbers(json.loads(path.read_text()))
+    return AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
+
+
+def _check_numbers(values: dict[str, Any]) -> None:
+    """Refuse words where the model's default config has numbers, also in parts of the config."""
+    try:
+        defaults: dict[str, Any] = vars(CONFIG_MAPPING[values["model_type"]]())
+    except Exception:  # a part may name no model, and some classes need arguments
+        defaults = {}
+    for key, value in values.items():
+        default = defaults.get(key)
+        is_number = isinstance(default, int | float) and not isinstance(default, bool)
+        if isinstance(value, str) and (is_number or NUMBER.search(key)):
+            raise ValueError(f'"{key}" in config.json must be a number, got {value!r}')
+        if isinstance(value, dict):
+            _check_numbers(value)
 
 
 def _hub_answers() -> bool:
@@ -103,6 +132,11 @@ def refused_by_name(name: str | Path) -> Iterator[None]:
         raise
     except Exception as error:
         prefix = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        if "trust_remote_code" in str(error):
+            error = ValueError(
+                'it has code of its own ("auto_map"), which only a script of yours may run: load '
+                "it there with trust_remote_code=True, then call wf_transformers.attach"
+            )
         if not Path(name).exists():
             prefix = "there is no such folder, and as a name on the Hub: "
         joined = re.sub(r":\n\s+", ": ", str(error).strip())  # a validator's error, and its cause
@@ -111,8 +145,8 @@ def refused_by_name(name: str | Path) -> Iterator[None]:
 
 
 def is_causal(config: Any) -> bool:
-    """Whether transformers, or code beside the config, has a causal language model for it."""
-    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")
+    """Whether transformers has a causal language model for it."""
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _sizes(name: str, config: Any, itemsize: int) -> dict[str, Any]:
