@@ -37,7 +37,7 @@ def test_sizes_are_parsed_in_decimal_and_binary_units(text: object, nbytes: int)
         ({"accelerator": "GB"}, r"max_memory\['accelerator'\].*'GB'"),
         ({0: "1GB", "cpu": 1.5}, r"max_memory\['cpu'\].*1.5"),
         ({0: "1GB", 1: "1GB"}, r"may have the keys 0 .*got 1"),
-        ({0: "1GB", "cpus": "1GB"}, r"got 'cpus'; did you mean 'cpu'\?"),
+        ({"gpu": "1GB"}, r"the keys 0 \(or \"accelerator\"\) and \"cpu\", got 'gpu'$"),
         ({0: "1GB", "accelerator": "1GB"}, "both 0 and"),
         ({"cpu": "1GB"}, "must say how much of the accelerator"),
         ({0: 100}, r"max_memory\[0\] must be at least 1792 bytes.*got 100"),

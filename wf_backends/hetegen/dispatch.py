@@ -16,7 +16,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from wf_backends._validation import is_real, nearest, of_type, parse_bytes
+from wf_backends._validation import is_real, of_type, parse_bytes
 from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.modules import HostWeight, find_weights
 from wf_backends.hetegen.pinned import pin_weights
@@ -154,8 +154,7 @@ def _parse_memory(max_memory: Mapping[int | str, int | str]) -> tuple[int, float
         memory = ACCELERATOR if str(key) == "0" else str(key)
         if memory not in MEMORY_KEYS:
             raise ValueError(
-                f'max_memory may have the keys 0 (or "{ACCELERATOR}") and "cpu", '
-                f"got {key!r}{nearest(key, MEMORY_KEYS)}"
+                f'max_memory may have the keys 0 (or "{ACCELERATOR}") and "cpu", got {key!r}'
             )
         if memory in sizes:
             raise ValueError(f'max_memory has both 0 and "{ACCELERATOR}", which are the same')
