@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import struct
 import sys
+import termios
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +16,7 @@ import pytest
 from tests.command_line import SMALL, TWO_HOSTS
 from wf_backends.cli import main
 from wf_backends.cli.options import Model
+from wf_backends.cli.tables import wide_console
 from wf_backends.cluster.measure_links import nearest_divisor
 from wf_backends.cluster.presets import load
 from wf_backends.cluster.topology import from_dict
@@ -236,3 +241,15 @@ def test_a_measured_number_of_nics_becomes_a_divisor(value: float, nics: int) ->
 )
 def test_milliseconds_have_four_digits_and_at_most_four_decimals(seconds: float, text: str) -> None:
     assert milliseconds(seconds) == text
+
+
+@pytest.mark.parametrize("columns", [0, 90])
+def test_a_rank_of_open_mpi_writes_no_codes_for_a_terminal(columns: int, monkeypatch) -> None:
+    """Its pty, which ends in a terminal or in a file, has no size."""
+    terminal, pty = os.openpty()
+    fcntl.ioctl(pty, termios.TIOCSWINSZ, struct.pack("HHHH", 0, columns, 0, 0))
+    monkeypatch.setenv("TERM", "xterm")
+    with open(pty, "w") as stdout, open(terminal, "rb", buffering=0):
+        monkeypatch.setattr(sys, "stdout", stdout)
+        console = wide_console()
+        assert (console.is_terminal, console.width) == ((True, 90) if columns else (False, 1000))

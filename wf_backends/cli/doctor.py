@@ -6,12 +6,11 @@ import sys
 from dataclasses import asdict
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from wf_backends.cli.options import AsJson, launched_rank
-from wf_backends.cli.tables import print_json
+from wf_backends.cli.tables import print_json, wide_console
 from wf_backends.cluster import check_up
 
 
@@ -37,6 +36,6 @@ def doctor(as_json: AsJson = False) -> None:
             missing = "[red]NO[/red]" if finding.needed else "[yellow]no[/yellow]"
             sign = "[green]yes[/green]" if finding.works else missing
             table.add_row(sign, *map(escape, (finding.name, finding.what, finding.mend)))
-        Console().print(table)
+        wide_console().print(table)
     if broken:
         raise typer.Exit(1)

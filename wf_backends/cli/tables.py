@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,8 +33,9 @@ def table_of(
 
 
 def wide_console() -> Console:
-    """A console for the terminal; for a pipe or a file, one as wide as any table."""
-    return Console() if sys.stdout.isatty() else Console(width=1000)
+    """A console for the terminal; else, or on mpirun's pty (without a size), one for any table."""
+    has_size = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns
+    return Console() if has_size else Console(force_terminal=False, width=1000)
 
 
 def print_json(data: object) -> None:
