@@ -61,7 +61,7 @@ def forward_kwargs(
         kwargs |= {"attention_mask": mask, "use_cache": False}
     elif "attention_mask" in local_batch and not mask_arguments(local_batch):
         kwargs["cu_seqlens"] = _borders_of_samples(model, local_batch["attention_mask"])
-    _refuse_unspreadable(model)
+    _refuse_unapplied(model)
     if any(has_router_loss(inner) and is_applied(inner) for inner in outermost(model)):
         kwargs |= {ROUTER_MASK: local_batch.get("attention_mask")}
     if (mask_kwargs := mask_arguments(kwargs)) and not _documents_reach_attention(model):
@@ -106,7 +106,7 @@ def is_causal(model: nn.Module) -> bool:
     return all(not encoders.isdisjoint(name.split(".")) for name, _ in others)
 
 
-def _refuse_unspreadable(model: nn.Module) -> None:
+def _refuse_unapplied(model: nn.Module) -> None:
     """Make the checks of `apply` for models that were only built with our name."""
     for pretrained in outermost(model):
         attention = registered_for(pretrained)
