@@ -99,17 +99,12 @@ def recompute_checkpoints_with_documents(model: nn.Module, handle: Handle) -> No
 def _offload_inputs(model: nn.Module, _: Any) -> None:
     """Wrap the checkpoint functions before every forward: a Trainer may have set new ones."""
     for module in model.modules():
-        checkpoint = getattr(module, CHECKPOINT_FUNCTION, None)
-        wraps = getattr(checkpoint, "func", None) is not inputs_on_host
+        function: Any = getattr(module, CHECKPOINT_FUNCTION, None)
+        wraps = getattr(function, "func", None) is not inputs_on_host
         if getattr(module, ENABLED, False) and wraps:
-            setattr(module, CHECKPOINT_FUNCTION, _with_inputs_on_host(checkpoint))
-
-
-def _with_inputs_on_host(checkpoint: Any) -> Callable[..., Any]:
-    """The same checkpoint function and keywords, with inputs kept in host memory."""
-    if not isinstance(checkpoint, partial):
-        return partial(inputs_on_host, checkpoint)
-    return partial(inputs_on_host, checkpoint.func, *checkpoint.args, **checkpoint.keywords)
+            flat = partial(function)  # with the parts of a partial
+            wrapped = partial(inputs_on_host, flat.func, *flat.args, **flat.keywords)
+            setattr(module, CHECKPOINT_FUNCTION, wrapped)
 
 
 def inputs_on_host(checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
