@@ -61,6 +61,7 @@ CASES = (
     Case("Evoformer block, 64 residues", 64, models.evoformer, LAYERS),
     Case("UNet2D, 64 x 64", 64, models.unet),
     Case("UNet2DCondition, 64 x 64", 64, models.unet_condition),
+    Case("Stable Diffusion's VAE, decoding 256 x 256", 256, models.vae),
 )
 GPU_CASES = (
     Case("GPT-2, 16,384 tokens", 16384, partial(models.gpt2, **WIDE), MLPS),

@@ -186,6 +186,31 @@ def unet_condition(pixels: int, fused: bool) -> ModelAndInputs:
     return model, _image(4, pixels) | {"encoder_hidden_states": torch.randn(1, 77, 256)}
 
 
+class Decoder(nn.Module):
+    """The decoder of a VAE, whose `forward` alone encodes and decodes."""
+
+    def __init__(self, vae: Any) -> None:
+        super().__init__()
+        self.vae: Any = vae
+
+    def forward(self, latents: Tensor) -> Tensor:
+        return self.vae.decode(latents).sample
+
+
+def vae(pixels: int, fused: bool) -> ModelAndInputs:
+    """Stable Diffusion's decoder of latents, in its size."""
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+    model = AutoencoderKL(
+        block_out_channels=(128, 256, 512, 512),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=2,
+    )
+    _set_attention(model, fused)
+    return Decoder(model), {"latents": torch.randn(1, 4, pixels // 8, pixels // 8)}
+
+
 def unet_default(pixels: int, fused: bool) -> ModelAndInputs:
     """diffusers' UNet2D with its default sizes (224, 448, 672, 896 channels)."""
     from diffusers.models.unets.unet_2d import UNet2DModel

@@ -23,7 +23,7 @@ from tests.autochunk.helpers import (
 from wf_backends.autochunk import ChunkPlan, autochunk
 from wf_backends.autochunk.graph import Effects, capture, read_steps
 from wf_backends.autochunk.lower import lower
-from wf_backends.autochunk.region import Region
+from wf_backends.autochunk.region import Region, rows_before
 from wf_backends.autochunk.search import Candidate, candidates_at
 
 UNLIMITED = float("inf")  # max_slowdown
@@ -44,6 +44,17 @@ def mlp(x: Tensor) -> Tensor:
 def convolution(x: Tensor) -> Tensor:
     """Residual; each row of the result needs the neighbouring rows, too."""
     return x + nn.functional.avg_pool1d(x.mT.tanh(), 3, stride=1, padding=1).mT
+
+
+def wide_convolution(x: Tensor) -> Tensor:
+    """Each row of the result needs six rows before it and six behind it."""
+    return nn.functional.avg_pool1d(x.mT.tanh(), 5, stride=1, padding=2).mT + shifted(x, 6)
+
+
+def shifted(x: Tensor, rows: int) -> Tensor:
+    """The sum of the rows so far before and behind each row."""
+    padded = nn.functional.pad(x, (0, 0, rows, rows))
+    return padded[:, : -2 * rows] + padded[:, 2 * rows :]
 
 
 def overwriting_candidates(function: Function) -> tuple[fx.Graph, list[Candidate]]:
@@ -119,6 +130,14 @@ def convolution_of_inner_value(x: Tensor) -> object:
     return convolution(x + 1)
 
 
+def wide_convolution_of_inner_value(x: Tensor) -> object:
+    return wide_convolution(x + 1)
+
+
+def rows_behind(x: Tensor) -> object:
+    return nn.functional.pad((x + 1)[:, 3:], (0, 0, 0, 3)).tanh()
+
+
 def mlp_of_reversed_rows(x: Tensor) -> object:
     stream = x + 1
     return stream + mlp(stream.flip(1))
@@ -147,6 +166,8 @@ def view_and_its_base(x: Tensor) -> object:
         attention_of_inner_value,
         mlp_of_inner_value,
         convolution_of_inner_value,
+        wide_convolution_of_inner_value,
+        rows_behind,
         mlp_of_reversed_rows,
         transposed_square,
         reader_that_can_run_before_the_region,
@@ -155,17 +176,47 @@ def view_and_its_base(x: Tensor) -> object:
     ids=lambda function: function.__name__,
 )
 def test_every_overwriting_candidate_computes_the_models_outputs(function: Function) -> None:
-    """Each candidate alone, in slices of its smallest length times 20."""
+    """Each candidate alone, in slices of its smallest length times 20, and of its halo."""
     x = torch.randn(1, 64, 16).double()
     expected = pytree.tree_leaves(function(x))
     graph, candidates = overwriting_candidates(function)
     assert candidates
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     for candidate in candidates:
-        region = Region(candidate.flow, 20 * candidate.flow.alignment, candidate.overwritten)
+        flow, overwritten = candidate.flow, candidate.overwritten
+        assert overwritten
         window = nodes[candidate.lo : candidate.hi + 1]
-        outputs = lower(graph, [(window, region)], Effects()).module(x)
-        torch.testing.assert_close(list(outputs), expected, rtol=1e-12, atol=1e-12)
+        for length in {20 * flow.alignment, rows_before(flow, overwritten)} - {0}:
+            region = Region(flow, length, overwritten)
+            outputs = lower(graph, [(window, region)], Effects()).module(x)
+            torch.testing.assert_close(list(outputs), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_an_input_is_not_overwritten_by_slices_that_read_most_of_it() -> None:
+    """Of 64 rows each needs those 40 rows away, of the columns only its own."""
+    _, candidates = overwriting_candidates(lambda x: shifted(x + 1, 40))
+    assert candidates and {candidate.flow.end.dim for candidate in candidates} == {2}
+
+
+def test_rows_that_the_slice_before_last_wrote_are_never_read() -> None:
+    _, candidates = overwriting_candidates(wide_convolution_of_inner_value)
+    flows = [(c.flow, c.overwritten) for c in candidates if c.overwritten]
+    flow, overwritten = max(flows, key=lambda pair: rows_before(*pair))
+    assert rows_before(flow, overwritten) == 6
+    with pytest.raises(ValueError, match="slices of 5 rows: they read 6 rows before their own"):
+        Region(flow, 5, overwritten)
+
+
+def test_a_convolution_is_written_over_its_input() -> None:
+    """Beside the image only a few slices are live."""
+    image = torch.randn(1, 8, 256, 64, dtype=torch.float64)
+    conv = nn.Conv2d(8, 8, 3, padding=1).double()
+    model = Lambda(lambda x, conv: conv((x + 1).sigmoid()), conv).eval()
+    chunked = autochunk(model, (image,), max_slowdown=UNLIMITED)
+    assert all(part.overwritten for part in chunked.plan.regions)
+    assert chunked.plan.peak == measured_peak(chunked, {"x": image}) < 1.25 * image.nbytes
+    with torch.no_grad():
+        assert relative_error(chunked(image), model(image)) <= 1e-12
 
 
 def model_input(x: Tensor) -> object:

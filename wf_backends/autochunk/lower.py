@@ -114,11 +114,21 @@ def region_of(graph: Steps, candidate: Candidate, length: int) -> tuple[Window, 
 
 def _effect(region: Region, module: ChunkedRegion, effects: Effects) -> Effect:
     """The memory that a region's call allocates: its outputs whole, except one that overwrites an
-    input; while it runs, also the largest peak of its bodies."""
+    input; while it runs, also the largest peak of its bodies, and a slice that is written late."""
     outputs = region.flow.outputs[: len(module.allocated)]
     allocated = tuple(nbytes(op.node) for op in outputs)
     bodies = {id(iteration.body): iteration.body.graph for iteration in module.iterations}
-    body_peak = max(max(read_steps(graph, effects).peaks) for graph in bodies.values())
+    steps_of_bodies = [read_steps(graph, effects) for graph in bodies.values()]
+    temporary = max(max(steps.peaks) for steps in steps_of_bodies)
+    if module.is_late:
+        temporary += max(_bytes_of_end(steps) for steps in steps_of_bodies)
     overwritten = () if module.overwritten_index is None else (module.overwritten_index,)
     places = (*range(-1, -1 - len(allocated), -1), *overwritten)
-    return Effect(allocated, places, temporary=body_peak, flops=0)
+    return Effect(allocated, places, temporary=temporary, flops=0)
+
+
+def _bytes_of_end(steps: Steps) -> int:
+    """The bytes of the last value that a body returns."""
+    (output,) = steps.graph.find_nodes(op="output")
+    (storage,) = steps.storages[output.args[0][-1]]
+    return steps.storage_bytes[storage]

@@ -30,7 +30,8 @@ class Region:
 
     The end's output is written to the memory of `overwritten`, an input (None: to its own memory).
 
-    Raises ValueError if `length` is no multiple of the flow's alignment.
+    Raises ValueError if `length` is no multiple of the flow's alignment, or if a slice reads rows
+    of `overwritten` that were written before the slice in front of it was.
     """
 
     flow: Flow
@@ -42,6 +43,28 @@ class Region:
             raise ValueError(
                 f"slices of {self.length} rows: they have to be multiples of {self.flow.alignment}"
             )
+        if self.length < self.rows_before:
+            raise ValueError(
+                f"slices of {self.length} rows: they read {self.rows_before} rows before their own"
+            )
+
+    @property
+    def rows_before(self) -> int:
+        """How many rows of `overwritten` a slice reads that the slice in front of it writes."""
+        return rows_before(self.flow, self.overwritten) if self.overwritten else 0
+
+
+def rows_before(flow: Flow, node: fx.Node) -> int:
+    """How many rows of an input a slice reads before those that it computes: a halo."""
+    _, rows = flow.halves
+    first, _ = rows[flow.end.value]
+    reads = (
+        source.rows(*rows[op.value])[0]
+        for op in flow.operators
+        for source in op.sources
+        if source.node is node
+    )
+    return max(0, first - min(reads))
 
 
 def region_key(region: Region) -> str:
@@ -119,12 +142,17 @@ class Iteration:
 
 
 class ChunkedRegion(nn.Module):
-    """Runs a region: ``forward(*inputs)`` returns its flow's outputs."""
+    """Runs a region: ``forward(*inputs)`` returns its flow's outputs.
+
+    If slices read rows that the slice in front of them overwrites, a slice is written after the
+    next one was computed.
+    """
 
     def __init__(self, region: Region, bodies: Bodies) -> None:
         super().__init__()
         flow, overwritten = region.flow, region.overwritten
         self.overwritten_index: int | None = None  # of the input that the last output overwrites
+        self.is_late = region.rows_before > 0
         allocated = flow.outputs
         if overwritten is not None:
             self.overwritten_index = [node for node, _ in flow.inputs].index(overwritten)
@@ -145,13 +173,22 @@ class ChunkedRegion(nn.Module):
         ]
         if self.overwritten_index is not None:
             outputs.append(inputs[self.overwritten_index])
+        late: list[tuple[torch.Tensor, torch.Tensor]] = []
         for iteration in self.iterations:
             slices = (_narrow(x, cut) for x, cut in zip(inputs, iteration.inputs, strict=True))
             results = iteration.body(*slices)
-            for output, cut, result in zip(outputs, iteration.outputs, results, strict=True):
-                _narrow(output, cut).copy_(result)
-            del result, results  # frees a slice's results before the next slice begins
+            places = map(_narrow, outputs, iteration.outputs)
+            writes = [*late, *zip(places, results, strict=True)]
+            late = [writes.pop()] if self.is_late else []
+            _write(writes)
+            del results, writes  # frees a slice's results before the next slice begins
+        _write(late)
         return outputs
+
+
+def _write(writes: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for place, result in writes:
+        place.copy_(result)
 
 
 def _iteration(flow: Flow, rows: RowsByValue, bodies: Bodies) -> Iteration:

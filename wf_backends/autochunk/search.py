@@ -5,8 +5,9 @@ candidate with any number of slices follows from the storages of its operators: 
 read outside the region are allocated whole, the others for one slice at a time.
 
 A region may write its last output to the memory of an input, such as a residual stream `x` in
-`x + f(x)`. It may do so if each slice reads exactly those rows of the input that it overwrites, and
-no operator reads the input later. The model's own inputs are never overwritten.
+`x + f(x)`. It may do so if each slice reads only those rows of the input that it overwrites, and
+rows next to them (a convolution's halo), and no operator reads the input later. The model's own
+inputs are never overwritten.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import fx
 
 from wf_backends.autochunk.graph import GraphStep, Steps, layout, nbytes, profile
-from wf_backends.autochunk.region import covered_rows, slice_length
+from wf_backends.autochunk.region import covered_rows, rows_before, slice_length
 from wf_backends.autochunk.slicing import Flow, trace, view_base
 
 MAX_REACH = 160  # operators of a region on each side of the peak
@@ -49,7 +50,8 @@ class Candidate:
 
     @property
     def max_slices(self) -> int:
-        return min(MAX_SLICES, self.flow.rows // self.flow.alignment)
+        halo = rows_before(self.flow, self.overwritten) if self.overwritten else 0
+        return min(MAX_SLICES, self.flow.rows // max(self.flow.alignment, halo))
 
     def peak(self, num_slices: int) -> int:
         """The bytes that the steps need with so many slices."""
@@ -141,7 +143,10 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     peaks[len(before)] = 0
     outside_peak = max(peaks)
     outside_peak_step = graph.position[order[peaks.index(outside_peak)].node]
-    sizes = fixed_bytes, max(profile(inner, outputs)), outputs.total(), outside_peak
+    sliced_bytes = max(profile(inner, outputs))
+    if overwritten and rows_before(flow, overwritten):  # one more slice of the end is live
+        sliced_bytes += graph.storage_bytes[graph.storages[flow.end.node][0]]
+    sizes = fixed_bytes, sliced_bytes, outputs.total(), outside_peak
     return Candidate(lo, hi, flow, *sizes, outside_peak_step, overwritten)
 
 
@@ -214,7 +219,8 @@ def _input_to_overwrite(
             and graph.last_use[storage] <= hi
             and storage not in read_after
             and _has_known_views(graph, storage, flow)
-            and _reads_same_rows(graph, storage, flow, node)
+            and _reads_rows_around(graph, storage, flow, node)
+            and rows_before(flow, node) < flow.halves[1][flow.end.value][0]  # not cut at row 0
         ):
             return node
     return None
@@ -230,13 +236,11 @@ def _has_known_views(graph: Steps, storage: int, flow: Flow) -> bool:
     )
 
 
-def _reads_same_rows(graph: Steps, storage: int, flow: Flow, node: fx.Node) -> bool:
-    """Whether a slice reads exactly those rows of the storage that it computes of the end."""
-    end = flow.end
+def _reads_rows_around(graph: Steps, storage: int, flow: Flow, node: fx.Node) -> bool:
+    """Whether a slice reads only rows of the storage around those that it computes of the end: for
+    one row of the end one row, and a halo."""
     return all(
-        source.node is node
-        and source.dim == end.dim
-        and all(source.rows(*rows[op.value]) == rows[end.value] for rows in flow.halves)
+        source.node is node and source.dim == flow.end.dim and op.scale * source.scale == 1
         for op in flow.operators
         for source in op.sources
         if source.node not in flow.members and storage in graph.storages[source.node]
