@@ -37,14 +37,8 @@ class TorchAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Return the exact attention of this rank's query rows over the whole sequence.
-
-        Args:
-            query: (b, h, s, d). key, value: (b, g, s, d), where g divides h.
-
-        Returns:
-            (b, h, s, d).
-        """
+        """Return the exact attention (b, h, s, d) of this rank's query rows over the whole sequence;
+        key and value are (b, g, s, d), where g divides h."""
         if attn_mask is not None and not self.masks_are_true:
             raise NotImplementedError(
                 f"an attention mask {tuple(attn_mask.shape)} covers the whole sequence, and a rank "

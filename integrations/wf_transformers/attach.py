@@ -15,7 +15,6 @@ from wf_backends._compile import eager
 from wf_backends.dsp import DynamicSequenceParallel, Mode, Stages, receivers, spread
 from wf_transformers.attention.documents import OF_CALLS, of_call
 from wf_transformers.attention.positions import correct_positions
-from wf_transformers.attention.refused import refuse_unsupported
 from wf_transformers.attention.registry import register_free, registered_for
 from wf_transformers.calls import (
     NOT_LOCAL,
@@ -27,6 +26,7 @@ from wf_transformers.calls import (
     refuse_inner_call,
     refuse_media,
     refuse_partial_states,
+    refuse_unsupported,
     takes_any_keyword,
     tokens_of,
 )

@@ -78,11 +78,8 @@ def forward_kwargs(
 
 
 def _borders_of_samples(model: nn.Module, mask: Tensor) -> tuple[tuple[int, ...], ...]:
-    """For each sample 0, its length, and S if it has padding, which full attention would see.
-
-    Args:
-        mask: (b, s), this rank's rows, 1 = valid. Samples differ in length.
-    """
+    """For each sample 0, its length, and S if it has padding, which full attention would see; from
+    this rank's rows of a mask (b, s), 1 = valid."""
     attention = next(filter(None, map(registered_for, outermost(model))), None)
     if attention is None:
         raise ValueError(

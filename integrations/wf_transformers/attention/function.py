@@ -19,7 +19,7 @@ from wf_transformers.attention.blocks import BLOCKS, masks_with_blocks
 from wf_transformers.attention.documents import Documents, by_sample
 from wf_transformers.attention.llama4 import chunk_borders, scaled_by_position
 from wf_transformers.attention.masks import MaskCheck, padding_of
-from wf_transformers.attention.refused import IN_STACK, refuse_layer, refuse_window
+from wf_transformers.calls import IN_STACK, refuse_layer, refuse_window
 from wf_transformers.models import refuse_varying_rope
 
 SCORE_OPTIONS: Mapping[str, str] = MappingProxyType(

@@ -27,9 +27,7 @@ def chunk_borders(
 ) -> dict[str, Any]:
     """The documents of a layer, cut into its chunks; nothing for a layer without chunks.
 
-    Args:
-        attention: the `Attention` that the layer calls.
-        rows: of this rank. options: of `SequenceParallel.attention`.
+    `rows` are those of this rank, `options` those of `SequenceParallel.attention`.
     """
     size, sp = _chunk_size(module), attention.sp
     if size is None:

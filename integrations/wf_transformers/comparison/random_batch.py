@@ -26,14 +26,9 @@ PADDED_FRACTION = 3  # where attention is causal, 1/3 of one sample is padding
 def random_batch(
     model: nn.Module, sp: SequenceParallel, labelled: bool = False
 ) -> dict[str, Any] | None:
-    """A batch for `model`, the same on every rank: ids with padding on the right, or images.
-
-    Args:
-        labelled: whether to add "labels", if their meaning is known.
-
-    Returns:
-        Keyword arguments; None if the model's inputs are unknown.
-    """
+    """Keyword arguments for `model`, the same on every rank: ids with padding on the right, or
+    images; with `labelled` also "labels", if their meaning is known. None if the model's inputs are
+    unknown."""
     generator = torch.Generator().manual_seed(0)
     like = next(iter(model.parameters()), torch.empty(0))
     models = outermost(model)

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wf_transformers.attention.refused import refuse_unsupported
-from wf_transformers.calls import CACHES
+from wf_transformers.calls import CACHES, refuse_unsupported
 from wf_transformers.models import transformers_class
 from wf_transformers.replace import InPlaceOfTorchAttention
 

@@ -23,14 +23,9 @@ from wf_backends import SequenceParallel
 from wf_backends.schedule import LAYOUTS, SLICE_ARGUMENTS
 from wf_transformers.attention.blocks import BLOCKS, Block
 from wf_transformers.calls import refuse_media
-from wf_transformers.families.media_sizes import (
-    NUMBERS,
-    medium_of_rows,
-    merging_model,
-    with_neighbours,
-)
 from wf_transformers.families.media_table import (
     BLOCK_TYPES,
+    NUMBERS,
     QWEN,
     TABLE,
     TIMES,
@@ -40,8 +35,11 @@ from wf_transformers.families.media_table import (
     by_image,
     media_keys,
     media_of,
+    medium_of_rows,
+    merging_model,
     prefix,
     token_of,
+    with_neighbours,
 )
 from wf_transformers.models import windows_of
 

@@ -16,13 +16,13 @@ from wf_transformers.attention.documents import OF_CALLS
 from wf_transformers.attention.function import Attention
 from wf_transformers.calls import by_name, parameter_names, refuse_call, refuse_media
 from wf_transformers.families.media import FEATURE_ROWS
-from wf_transformers.families.media_sizes import merging_model
 from wf_transformers.families.media_table import (
     BLOCK_TYPES,
     MERGE_SOUNDS,
     Media,
     language_model,
     media_of,
+    merging_model,
     token_of,
 )
 from wf_transformers.handle import Handle

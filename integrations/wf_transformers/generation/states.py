@@ -41,11 +41,8 @@ class LayerState:
         return sum(states[0].nbytes for states, _ in self._states())
 
     def keep(self, sp: SequenceParallel, shares: Sequence[Share], length: int) -> None:
-        """Gather the state after a prompt of `length` tokens; `cache` has this rank's part of it.
-
-        Args:
-            shares: those of all ranks. Groups of channels that several ranks have are equal there.
-        """
+        """Gather the state after a prompt of `length` tokens, of which `cache` has a rank's part, by
+        the shares of all ranks. Groups of channels that several ranks have are equal there."""
         for states, part in self._states():
             state = states[0]
             layout = make_layout("contiguous", sp.size, sp.size * state.shape[1])
@@ -56,11 +53,8 @@ class LayerState:
         self.length = length
 
     def run(self, layer: nn.Module, x: Tensor, key: str) -> Any:
-        """The layer's own forward over new tokens (b, n, width), the same on every rank.
-
-        Args:
-            key: the parameter of the forward that takes the cache.
-        """
+        """The layer's own forward over new tokens (b, n, width), the same on every rank; its
+        parameter `key` takes the cache."""
         self.length += x.shape[1]
         return type(layer).forward(layer, x, **{key: self.cache})
 

@@ -108,10 +108,8 @@ def _offload_inputs(model: nn.Module, _: Any) -> None:
 
 
 def inputs_on_host(checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """checkpoint(*args, **kwargs), with the tensors that it saves copied to host memory.
-
-    A checkpoint saves only the inputs of its layer. The copies are pinned if there is a GPU.
-    """
+    """checkpoint(*args, **kwargs), with the tensors that it saves (inputs of its layer) copied to
+    host memory, which is pinned if there is a GPU."""
     with save_on_cpu(pin_memory=True):
         return checkpoint(*args, **kwargs)
 

@@ -104,13 +104,10 @@ def _is_for_memory_efficient(spec: KernelSpec) -> bool:
 def attend_rows(
     query: Tensor, key: Tensor, value: Tensor, before: int, scale: float | None
 ) -> Tensor:
-    """Causal attention of rows [before, before + i), without a mask of rows x keys.
+    """Causal attention (b, h, i, d) of rows [before, before + i), without a mask of rows x keys.
 
     Args:
         query: (b, h, i, d). key, value: (b, g, before + i, d), g divides h.
-
-    Returns:
-        (b, h, i, d).
     """
     scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale)
     query, key, value = (x.to(_autocast_dtype(x)) for x in (query, key, value))

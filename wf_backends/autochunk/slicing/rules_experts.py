@@ -20,10 +20,8 @@ from wf_backends.autochunk.slicing.call import Call, Reads, Rows, Rule
 class Experts:
     """A module that computes a layer's experts, as a function that gets its parameters as inputs.
 
-    Identical layers of a graph share one instance; `number` distinguishes the instances.
-
-    Args:
-        weights: the names of the module's parameters and buffers.
+    Identical layers of a graph share one instance; `number` distinguishes the instances. `weights`
+    are the names of the module's parameters and buffers.
     """
 
     module: nn.Module
