@@ -37,7 +37,7 @@ class TorchAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Return the exact attention (b, h, s, d) of this rank's query rows over the whole sequence;
+        """Return exact attention (b, h, s, d) of this rank's query rows over the whole sequence;
         key and value are (b, g, s, d), where g divides h."""
         if attn_mask is not None and not self.masks_are_true:
             raise NotImplementedError(

@@ -41,8 +41,8 @@ class LayerState:
         return sum(states[0].nbytes for states, _ in self._states())
 
     def keep(self, sp: SequenceParallel, shares: Sequence[Share], length: int) -> None:
-        """Gather the state after a prompt of `length` tokens, of which `cache` has a rank's part, by
-        the shares of all ranks. Groups of channels that several ranks have are equal there."""
+        """Gather the state after a prompt of `length` tokens, of which a rank's `cache` has a part,
+        by the shares of all ranks. Groups of channels that several ranks have are equal there."""
         for states, part in self._states():
             state = states[0]
             layout = make_layout("contiguous", sp.size, sp.size * state.shape[1])
