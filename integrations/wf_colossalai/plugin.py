@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
@@ -65,8 +65,10 @@ class WallFacerPlugin(HybridParallelPlugin):
         NotImplementedError: for ZeRO in fp32, which ColossalAI's plugin does not have, for fp16 on
             a CPU outside `cpu_accelerator()`, for gradient_checkpoint_config, for the zero-bubble
             schedule, for "dsp", which other plugins support, and for max_norm of a GPT-2 under
-            tensor parallelism.
+            tensor parallelism; of a call, for a pipeline's gradients that would be summed twice.
     """
+
+    _summed = False  # whether the last call of a pipeline summed gradients over its ranks
 
     def __init__(self, *, tp_size: int = 1, pp_size: int = 1, **kwargs: Any) -> None:
         _check_keys(kwargs)
@@ -146,6 +148,28 @@ class WallFacerPlugin(HybridParallelPlugin):
                 "be too small; leave max_norm out, or set tp_size=1"
             )
         return boosted
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: Any,
+        criterion: Callable[..., Any],
+        optimizer: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Do what ColossalAI's plugin does; refuses to sum gradients of tied weights twice."""
+        grads = (p.grad for p in model.parameters() if p.grad is not None)
+        if self._summed and model.shared_params and any(bool(grad.any()) for grad in grads):
+            raise NotImplementedError(
+                "the gradient of tied weights was summed over the stages, and ColossalAI would sum "
+                "it again: put all calls of execute_pipeline but the last one before "
+                "optimizer.step() into booster.no_sync(model, optimizer), and call "
+                "optimizer.zero_grad() after the step"
+            )
+        outputs = super().execute_pipeline(data_iter, model, criterion, optimizer, *args, **kwargs)
+        self._summed = model.require_grad_sync and getattr(optimizer, "require_grad_sync", True)
+        return outputs
 
 
 def _check_keys(kwargs: dict[str, Any]) -> None:

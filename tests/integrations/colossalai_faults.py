@@ -23,7 +23,7 @@ from torch.utils.data import DistributedSampler
 
 import wf_colossalai
 from tests.dense import dense_attention
-from tests.integrations.colossalai_models import VOCABULARY, batch, build
+from tests.integrations.colossalai_models import VOCABULARY, batch, build, total_loss
 from wf_backends.schedule.mask import make_mask
 from wf_colossalai import AttentionModule, WallFacerPlugin, WallFacerPolicy
 
@@ -224,6 +224,22 @@ def refusal_of(call: Callable[[], Any]) -> str:
     return "no error"
 
 
+def accumulating_pipeline(plugin: WallFacerPlugin) -> Callable[[], Any]:
+    """A call of a pipeline of GPT-2, whose embeddings are tied, after two right steps."""
+    booster, model, optimizer = boost(build("gpt2"), plugin)
+
+    def run() -> None:
+        batches = iter([batch("gpt2", "microbatches", 0)])
+        booster.execute_pipeline(batches, model, lambda out, _: total_loss(out), optimizer)
+
+    with booster.no_sync(model, optimizer):
+        run()
+    run()
+    optimizer.zero_grad()
+    run()
+    return run
+
+
 def refused(case: Case, folder: Path) -> dict[str, str]:
     """Messages of rank 0 for errors of a user, by test_colossalai_faults.py's names of them."""
     config = {"sequence_parallel_size": 2, "route": "ring"}
@@ -233,7 +249,7 @@ def refused(case: Case, folder: Path) -> dict[str, str]:
     wf_colossalai.apply(image_model, config)
     _, image_model, _ = boost(image_model, TorchDDPPlugin())
     images_of_rank = batch("vit", "plain", dist.get_rank())
-    stages = {"pp_size": 2, "num_microbatches": 1}
+    stages = {"pp_size": 2, "num_microbatches": 2}
     own_stages = WallFacerPlugin(**config, **stages, custom_policy=OwnPolicy())
     bubble = {"pp_style": "zbv", "num_model_chunks": 2, "scheduler_nodes": []}
     zero_bubble = WallFacerPlugin(**config, **stages, **bubble)
@@ -246,6 +262,7 @@ def refused(case: Case, folder: Path) -> dict[str, str]:
     wf_colossalai.apply(applied, config)
     _, hybrid_model, _ = boost(applied, hybrid)
     calls: dict[str, Callable[[], Any]] = {
+        "summed twice": accumulating_pipeline(WallFacerPlugin(**config, **stages)),
         "other size": lambda: boost(build("llama"), other_size),
         "other batches": lambda: model(**inputs_of_rank),
         "other images": lambda: image_model(**images_of_rank),

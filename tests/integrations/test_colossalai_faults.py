@@ -165,6 +165,7 @@ def test_ranks_of_a_sequence_read_the_same_samples(results: Results) -> None:
         "plugin of another size": ["the ranks do not agree", "2 (ranks [0, 1, 2]), 4 (ranks [3])"],
         "model of another size": ["the ranks do not agree", "2 (ranks [0, 1, 2]), 4 (ranks [3])"],
         "pipeline": ["OwnModel", "pp_size=1", "has a policy for"],
+        "summed twice": ["tied weights", "booster.no_sync(model, optimizer)"],
         "zero bubble": ["zbv", "1f1b", "interleaved"],
         "clipped": ["max_norm=1.0", "tp_size=2", "GPT-2"],
         "cache": ["past_key_values"],
