@@ -35,6 +35,7 @@ from wf_backends.autochunk.search import Candidate
 from wf_backends.autochunk.select import Search, Selection
 
 COPIES: tuple[Copied, ...] = ("", "masks", "norms")  # in the order in which they are tried
+BUDGET_SHARES = (1, 0.95, 0.9, 0.8, 0.6, 0)  # to search for, until the built module fits the budget
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,11 @@ def _best_plan(base: Search, unchunked: ChunkPlan, budget: Budget) -> tuple[Chun
         selection = _select(search, budget)
         tried.append((search, selection))
         if _fits(selection, budget):
-            plan, lowered = _build_plan(search, selection, unchunked)
+            plan, lowered = _build_plan(search, selection, unchunked, budget)
             if _fits(plan, budget):
                 return plan, lowered
     search, selection = min(tried, key=lambda pair: _distance(pair[1], budget))
-    return _build_plan(search, selection, unchunked)
+    return _build_plan(search, selection, unchunked, budget)
 
 
 def _select(search: Search, budget: Budget) -> Selection:
@@ -118,19 +119,28 @@ def _distance(selection: Selection, budget: Budget) -> tuple[float, float]:
 
 
 def _build_plan(
-    search: Search, selection: Selection, unchunked: ChunkPlan
+    search: Search, selection: Selection, unchunked: ChunkPlan, budget: Budget
 ) -> tuple[ChunkPlan, Lowered]:
-    """The plan of a selection, and its module, whose peak may differ from the predicted one."""
-    found = [
-        (candidate, slice_length(candidate.flow, choice.num_slices))
-        for choice in selection.choices
-        for candidate in search.candidates(choice)
-    ]
-    parts = tuple(_part(search.steps, *pair) for pair in found)
-    regions = [region_of(search.steps, *pair) for pair in found]
-    lowered = lower(search.steps.graph, regions, search.steps.effects)
-    needs = {"peak": lowered.peak, "slowdown": selection.slowdown, "copied": search.copied}
-    return replace(unchunked, regions=parts, **needs), lowered
+    """The plan of a selection, and its module. While the module needs more memory than the budget
+    (more than predicted), selects again for a smaller budget."""
+    tried: list[tuple[ChunkPlan, Lowered]] = []
+    memory = inf if budget.memory is None else budget.memory
+    for share in BUDGET_SHARES if selection.peak <= memory < inf else BUDGET_SHARES[:1]:
+        if share < 1:
+            selection = search.within_memory(int(share * memory))
+        found = [
+            (candidate, slice_length(candidate.flow, choice.num_slices))
+            for choice in selection.choices
+            for candidate in search.candidates(choice)
+        ]
+        parts = tuple(_part(search.steps, *pair) for pair in found)
+        regions = [region_of(search.steps, *pair) for pair in found]
+        lowered = lower(search.steps.graph, regions, search.steps.effects)
+        plan = replace(unchunked, regions=parts, peak=lowered.peak, slowdown=selection.slowdown)
+        tried.append((replace(plan, copied=search.copied), lowered))
+        if lowered.peak <= memory:
+            break
+    return min(tried, key=lambda pair: pair[0].peak)
 
 
 def use_plan(model: nn.Module, args: tuple, kwargs: dict[str, Any], plan: ChunkPlan) -> Planned:
