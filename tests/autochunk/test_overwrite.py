@@ -303,6 +303,20 @@ def test_buffer_is_never_overwritten() -> None:
     assert torch.equal(model.get_buffer("table"), table_before)
 
 
+def test_every_budget_down_to_the_least_is_met_by_slices_with_a_halo() -> None:
+    """Slices at the border of an image are padded, which the search does not count: a budget is
+    searched again with a smaller share where the built plan needs more."""
+    torch.manual_seed(0)
+    image = torch.randn(1, 8, 64, 64)
+    first, second = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+    model = Lambda(lambda x, a, b: b(a(x).sigmoid()) + x, first, second).eval()
+    least = autochunk(model, (image,), max_slowdown=UNLIMITED).plan
+    for share in (0.0, 0.2, 0.5, 0.8):
+        budget = least.peak + int((least.peak_before - least.peak) * share)
+        chunked = autochunk(model, (image,), max_memory=budget, max_slowdown=UNLIMITED)
+        assert chunked.plan.peak <= budget
+
+
 class TestPlan:
     """The `overwritten` of a plan's regions is kept in JSON and obeyed."""
 
