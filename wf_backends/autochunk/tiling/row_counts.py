@@ -31,7 +31,7 @@ from wf_backends.autochunk.tiling.tiled_call import CallInTiles, Original, Tiled
 from wf_backends.autochunk.tiling.tiles import Tiles
 
 aten = torch.ops.aten
-COPIES = (aten.clone.default, aten.copy_.default, aten._unsafe_view.default)
+COPY_OPERATORS = (aten.clone.default, aten.copy_.default, aten._unsafe_view.default)
 """Operators that a module may need for all rows and not for some, or the reverse."""
 PRODUCTS = {aten.bmm.default: aten.mm.default}
 """A linear layer of a frozen weight calls one or the other, by the strides of its input."""
@@ -117,7 +117,7 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema, kwargs = func._schema, kwargs or {}
         is_view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
-        if func.namespace != "prim" and not is_view and func not in COPIES:
+        if func.namespace != "prim" and not is_view and func not in COPY_OPERATORS:
             values = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | kwargs
             declared = {a.name for a in schema.arguments if "int" in str(a.type)}
             numbers = [

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from wf_backends.autochunk.graph import Captured, Effects, Weight, nbytes, tensors
 from wf_backends.autochunk.slicing import Experts, changed, sources
-from wf_backends.autochunk.tiling.tiled_loss import LOSS, loss_name
+from wf_backends.autochunk.tiling.tiled_loss import CAUSAL_LM_LOSS, loss_name
 
 aten = torch.ops.aten
 TRIANGLES = (aten.tril, aten.triu, aten.tril_, aten.triu_)
@@ -257,5 +257,7 @@ def _refuse_head(chain: Sequence[fx.Node], path: str, owner: nn.Module) -> None:
         raise _NotTileableError(f"{chain[-1].target} stands between the head and the loss")
     if any(user not in chain and user.op != "output" for node in chain for user in node.users):
         raise _NotTileableError("the loss is not alone in reading the logits")
-    if loss_name(owner) != LOSS:
-        raise _NotTileableError(f"its loss is {loss_name(owner)}, and not transformers' {LOSS}")
+    if loss_name(owner) != CAUSAL_LM_LOSS:
+        raise _NotTileableError(
+            f"its loss is {loss_name(owner)}, and not transformers' {CAUSAL_LM_LOSS}"
+        )

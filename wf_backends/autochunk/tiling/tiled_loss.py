@@ -26,7 +26,7 @@ from wf_backends.autochunk.tiling.handle import Handle
 from wf_backends.autochunk.tiling.tiled_call import Original, TiledCall
 from wf_backends.parallel import IGNORE_INDEX
 
-LOSS = "ForCausalLMLoss"
+CAUSAL_LM_LOSS = "ForCausalLMLoss"
 """The name in transformers of the only loss that can be tiled."""
 WIDE = (torch.float32, torch.float64)
 
@@ -37,9 +37,9 @@ def tile_loss(owner: nn.Module, head: nn.Module, tiles: int, handle: Handle) -> 
     Its output then has no logits.
     """
     name = loss_name(owner)
-    if name != LOSS:
+    if name != CAUSAL_LM_LOSS:
         raise NotImplementedError(
-            f"the loss of {type(owner).__name__} is {name}, and not transformers' {LOSS}"
+            f"the loss of {type(owner).__name__} is {name}, and not transformers' {CAUSAL_LM_LOSS}"
         )
     loss = HeadLoss(owner, head, tiles)
     handle.set(head, "forward", loss)
