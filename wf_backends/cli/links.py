@@ -32,16 +32,15 @@ def bench_links(
     """
     o.check_file("--out", out, (".json",))
     folder = o.cache_folder_of(cache_dir)
-    with closing(launch.init()) as launched:
+    with closing(launch.init()) as job:
         start = time.perf_counter()
         comm = make_comm()
-        hosts = job_hosts(comm)
-        topology, is_cached = measured_topology(comm, hosts, launched.device, folder, fresh)
+        topology, is_cached = measured_topology(comm, job_hosts(comm), job.device, folder, fresh)
         seconds = time.perf_counter() - start
-    if launched.rank:
+    if job.rank:
         return
     text = json.dumps(topology.to_dict(), indent=2) + "\n"
     write = sys.stdout.write if out is None else out.write_text
     write(text)
     source = f"from {folder}" if is_cached else f"measured in {seconds:.1f} s"
-    print(f"{topology.name}, {launched.world_size} ranks: {source}", file=sys.stderr)
+    print(f"{topology.name}, {job.world_size} ranks: {source}", file=sys.stderr)
