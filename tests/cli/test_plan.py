@@ -234,7 +234,7 @@ def test_a_ulysses_degree_restricts_all_plans(wallfacer_json) -> None:
     assert {plan["config"]["ulysses_degree"] for plan in plans} == {2}
 
 
-@pytest.mark.parametrize("ranks", ["8", "32"])
+@pytest.mark.parametrize("ranks", ["4", "32"])
 def test_plan_prices_short_documents(wallfacer_json, ranks: str) -> None:
     cluster = ["--topology", "h100-8x400g", "--ranks", ranks, "--seqlen", "65536"]
     one_document = wallfacer_json("plan", *cluster)
