@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -48,7 +49,7 @@ class Candidate:
     def num_steps(self) -> int:
         return self.hi - self.lo + 1
 
-    @property
+    @cached_property
     def max_slices(self) -> int:
         halo = rows_before(self.flow, self.overwritten) if self.overwritten else 0
         return min(MAX_SLICES, self.flow.rows // max(self.flow.alignment, halo))
