@@ -101,7 +101,7 @@ LONG: dict[str, str] = {
     r"family.*(phimoe|olmoe|moe|gptj|gpt_neo|codegen|nemotron|stablelm|n_grouped|e_window)-3|"
     r"on_the_left.*\[(mixtral|opt|llama)",
     "tests/integrations/test_generation_media.py": r"2-zigzag|4-contiguous-full|"
-    r"process\[(qwen2_vl|aya_v|llava_next|pixtral|mistral3|smolvlm)",
+    r"process\[(qwen2_vl|aya_v|llava_next|pixtral|mistral3|smolvlm|vipl|got_|ovis2|glm46v)",
     "tests/integrations/test_stacks.py": rf"{TWO}|\[(mbart|mt5|umt5)|"
     r"\[(bart|t5|clip_mask_of_ones)(-4)?\]",
     "tests/integrations/test_encoders.py": rf"gradients_are_exact{all_but(*ENCODERS)}|"
@@ -109,10 +109,10 @@ LONG: dict[str, str] = {
     "tests/integrations/test_mixers.py": rf"{TWO}|document\[.*-contiguous|copy.*(jamba|zamba)\]|"
     r"(exact|document)\[zamba-",
     "tests/integrations/test_heads.py": r"are_exact\[2-",
-    "tests/integrations/test_media.py": r"\[(mistral3|internvl|voxtral)(?!-4-z)|"
+    "tests/integrations/test_media.py": r"\[(mistral3|intern|voxtral|vip|ovis2|glm46)(?!\w*-4-z)|"
     r"exact\[\w+-[12]-contiguous|its_tokens\[(qwen2_vl|llava)|images_are_exact.*-4-contiguous|"
     r"recomputed.*\[(?!gemma3|llava\]|qwen2_5|idefics3)|batches_are_exact\[\w+-[12]\]|"
-    r"images_are_exact\[(?!llava-)\w+-1|batches_are_exact\[(llava_|aya|pixtral|smolvlm)",
+    r"images_are_exact\[(?!llava-)\w+-1|batches_are_exact\[(llava_|aya|pixtral|smolvlm|got_)",
     "tests/integrations/test_verify.py": r"models_pass\[(True-(l|m|qwen2)|False-(b|g|qwen3))",
     "tests/integrations/test_budget.py": r"its_bytes\[.*('device'|float32.*'none')|"
     r"its_bytes\[(?!Llama|Falcon).*(host|tile=64)|its_bytes\[(Phi|Ol|Q|OPT|GPT)|of_a_llama.*(device|float32)|"

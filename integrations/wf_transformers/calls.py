@@ -38,7 +38,11 @@ PARTIAL_STATES = (
     "out of the call and the config"
 )
 TOKENS = ("input_ids", "inputs_embeds")
-MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+MEDIA = (
+    *("pixel_values", "pixel_values_videos", "pixel_values_images", "image_pixel_values"),
+    *("input_features", "input_values", "audio_input_features", "audio_input_ids"),
+    *("image_patches", "flattened_patches", "image_embeds", "mm_encoder_outputs"),
+)
 LEFT_OUT = ("layerdrop", "drop_path_rate")
 """Suffixes of config fields: how often a layer or a branch is left out for a whole sample."""
 LABELS = ("labels", "start_positions", "end_positions", "next_sentence_label")

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 import transformers as tf
 from torch import Tensor
 
+from tests.integrations.families import NoFloat32
 from tests.integrations.mixer_models import DELTA
 from tests.integrations.transformers_models import BUILD_LOCK, HEADS, SMALL
 
 IMAGE, VIDEO, START = 58, 59, 57  # tokens
 ROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
 TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START}
+AUDIO, AUDIO_START = 56, 55
+OMNI_AUDIO = {"d_model": 16, "encoder_ffn_dim": 32, "encoder_attention_heads": 2, "output_dim": 32}
+OMNI_AUDIO |= {"encoder_layers": 2, "num_mel_bins": 3, "max_source_positions": 16}
+OMNI_TOKENS = TOKENS | {"audio_token_id": AUDIO, "audio_start_token_id": AUDIO_START}
 PATCHES = {"patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2, "num_heads": 2}
 WINDOWS = {"window_size": 8, "fullatt_block_indexes": [1], "intermediate_size": 24}
 QWEN = {**SMALL, **HEADS, **ROPE, **TOKENS}
@@ -276,7 +283,97 @@ def qwen3_5() -> Any:
     return tf.Qwen3_5ForConditionalGeneration(config)
 
 
+def vipllava() -> Any:
+    """Features of several layers of the encoder."""
+    config = tf.VipLlavaConfig(
+        text_config=tf.LlamaConfig(**SMALL, **HEADS),
+        vision_config=tf.CLIPVisionConfig(**CLIP, hidden_size=16, intermediate_size=24),
+        image_token_index=IMAGE,
+        vision_feature_layers=[-1, 1],
+    )
+    return tf.VipLlavaForConditionalGeneration(config)
+
+
+def llava_next_video() -> Any:
+    config = tf.LlavaNextVideoConfig(
+        **_anyres() | {"image_seq_length": 4},
+        video_token_index=VIDEO,
+        spatial_pool_stride=2,
+        vision_feature_select_strategy="default",
+    )
+    return tf.LlavaNextVideoForConditionalGeneration(config)
+
+
+def got_ocr2() -> Any:
+    """One token for 4 x 4 patches of an image."""
+    vision = {"hidden_size": 16, "output_channels": 8, "num_hidden_layers": 2, "mlp_dim": 24}
+    vision |= {"num_attention_heads": 2, "image_size": 32, "patch_size": 4, "window_size": 2}
+    config = tf.GotOcr2Config(
+        vision_config=vision | {"global_attn_indexes": [1]},
+        text_config={"model_type": "qwen2", **SMALL, **HEADS},
+        image_token_index=IMAGE,
+    )
+    return tf.GotOcr2ForConditionalGeneration(config)
+
+
+def ovis2() -> Any:
+    """One token for 2 x 2 patches; features are those of a table, by probability."""
+    vision = {**CLIP, "patch_size": 2, "hidden_size": 16, "intermediate_size": 24}
+    config = tf.Ovis2Config(
+        vision_config=vision
+        | {"vocab_size": 13, "hidden_stride": 2, "num_visual_indicator_tokens": 2},
+        text_config={"model_type": "qwen2", **SMALL, **HEADS},
+        image_token_id=IMAGE,
+        visual_indicator_token_ids=[7, 11],
+        hidden_size=32,
+        vocab_size=61,
+    )
+    return tf.Ovis2ForConditionalGeneration(config)
+
+
+def qwen2_5_omni() -> Any:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    vision = {**PATCHES, **WINDOWS, "depth": 2, "hidden_size": 16, "out_hidden_size": 32}
+    config = tf.Qwen2_5OmniThinkerConfig(
+        text_config={**SMALL, **HEADS, "rope_parameters": rope},
+        vision_config=vision,
+        audio_config=OMNI_AUDIO | {"n_window": 4},
+        **OMNI_TOKENS,
+    )
+    return tf.Qwen2_5OmniThinkerForConditionalGeneration(config)
+
+
+def qwen3_omni() -> Any:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    vision = {**PATCHES, "depth": 2, "hidden_size": 16, "intermediate_size": 24}
+    vision |= {"out_hidden_size": 32, "num_position_embeddings": 16}
+    config = tf.Qwen3OmniMoeThinkerConfig(
+        text_config={**SMALL, **HEADS, **experts, "head_dim": 8, "rope_parameters": rope},
+        vision_config=vision | {"deepstack_visual_indexes": [0]},
+        audio_config=OMNI_AUDIO | {"downsample_hidden_size": 8, "n_window_infer": 100},
+        **OMNI_TOKENS,
+    )
+    config.text_config._experts_implementation = "eager"
+    model = tf.Qwen3OmniMoeThinkerForConditionalGeneration(config)
+    for part in (model, model.model):  # it joins positions of the dtypes that `float` gives
+        part.get_rope_index = _without_float32(part.get_rope_index)
+    return model
+
+
+def _without_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def wide(*args: Any, **kwargs: Any) -> Any:
+        with NoFloat32():
+            return function(*args, **kwargs)
+
+    return wide
+
+
+MODELS |= {"vipllava": vipllava, "llava_next_video": llava_next_video, "got_ocr2": got_ocr2}
 if hasattr(tf, "Qwen3VLConfig"):  # transformers 5
+    MODELS |= {"ovis2": ovis2, "qwen2_5_omni": qwen2_5_omni, "qwen3_omni": qwen3_omni}
+    MODELS["glm46v"] = lambda: glm4v(tf.Glm46VConfig, tf.Glm46VForConditionalGeneration)
     MODELS |= {"qwen3_vl": qwen3_vl, "internvl": internvl, "voxtral": voxtral}
     MODELS |= {"cohere2_vision": cohere2_vision, "paligemma": paligemma, "glm4v": glm4v}
     MODELS |= {"glm4v_moe": glm4v_moe, "glm_ocr": glm_ocr}
@@ -412,6 +509,51 @@ def paligemma_batch() -> dict[str, Any]:
     return batch | {"token_type_ids": (numbers >= torch.tensor([[9], [7]])).long()}
 
 
+def omni_batch(frames: tuple[int, ...], lengths: tuple[int, ...]) -> dict[str, Any]:
+    """Images, a video, and three sounds of `frames` frames with `lengths` tokens."""
+    batch = qwen_batch(video=True)
+    first, second, third = ([AUDIO_START, *[AUDIO] * length, 9] for length in lengths)
+    ids = batch["input_ids"].tolist()
+    seen = torch.arange(max(frames)) < torch.tensor(frames)[:, None]
+    sounds = {"input_features": random_normal(3, 3, max(frames))}
+    sounds["feature_attention_mask"] = seen.long()
+    batch |= sounds | padded([[*first, *ids[0], *second], [*ids[1], *third]])
+    ones = torch.ones_like(batch["input_ids"])
+    seconds = torch.ones(1)
+    return without_types(batch) | {"attention_mask": ones, "video_second_per_grid": seconds}
+
+
+def sound_of_video_batch(frames: int, tokens: int, masked: bool) -> dict[str, Any]:
+    """Two samples of a video, with its sound of `tokens` tokens between its frames of 2."""
+    pair = [START, AUDIO_START, *[VIDEO] * 2, *[AUDIO] * tokens, *[VIDEO] * 2, 9, 9]
+    batch = padded([[3, 4, 5, *pair], [4, 6, *pair]])
+    batch |= {"input_features": random_normal(2, 3, frames), "use_audio_in_video": True}
+    batch |= {"feature_attention_mask": torch.ones(2, frames).long()}
+    batch |= {"pixel_values_videos": random_normal(2 * num_patches(VIDEO_GRID), PATCH_WIDTH)}
+    batch |= {"video_grid_thw": torch.tensor([VIDEO_GRID] * 2)}
+    mask = {"attention_mask": torch.ones_like(batch["input_ids"])} if masked else {}
+    return batch | mask | {"video_second_per_grid": torch.ones(2)}
+
+
+def without_types(batch: dict[str, Any]) -> dict[str, Any]:
+    return {k: x for k, x in batch.items() if k != "mm_token_type_ids"}
+
+
+def got_ocr2_batch() -> dict[str, Any]:
+    return llava_batch() | {"pixel_values": random_normal(4, 3, 32, 32)}
+
+
+def next_video_batch() -> dict[str, Any]:
+    """As of LLaVA-NeXT, and with transformers 5 a video of two frames, of one token each."""
+    batch = llava_next_batch()
+    if not hasattr(tf, "LlavaOnevisionModel"):
+        return batch
+    ids = torch.cat([batch["input_ids"], torch.tensor([[9, 9, 9], [VIDEO] * 2 + [9]])], 1)
+    labels = ids.masked_fill(ids >= START, -100)
+    videos = {"pixel_values_videos": random_normal(1, 2, 3, 8, 8)}
+    return batch | videos | {"input_ids": ids, "labels": labels}
+
+
 def qwen2_audio_batch() -> dict[str, Any]:
     """Two samples, of 3 and 1 sounds, of 16, 12, 8 and 16 frames with one token for 4."""
     frames = torch.tensor([[16], [12], [8], [16]])
@@ -433,6 +575,10 @@ BATCHES |= {"llava_next": llava_next_batch, "llava_onevision": onevision_batch}
 BATCHES |= {"aya_vision": llava_batch, "cohere2_vision": llava_batch}
 BATCHES |= {"gemma3": gemma3_batch, "paligemma": paligemma_batch}
 BATCHES |= {"qwen2_audio": qwen2_audio_batch}
+BATCHES |= {"vipllava": llava_batch, "ovis2": llava_batch, "got_ocr2": got_ocr2_batch}
+BATCHES |= {"llava_next_video": next_video_batch, "glm46v": qwen_batch}
+BATCHES["qwen2_5_omni"] = lambda: omni_batch((16, 12, 8), (4, 3, 2))
+BATCHES["qwen3_omni"] = lambda: omni_batch((112, 104, 100), (15, 14, 13))
 BATCHES |= dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr"), qwen_batch)
 BATCHES |= {"idefics3": idefics3_batch, "smolvlm": idefics3_batch}
 

@@ -26,6 +26,7 @@ from tests.integrations.media_models import (  # noqa: E402
     GRIDS,
     IMAGE,
     MODELS,
+    VIDEO,
     build,
     images_of_one_tile_batch,
     llava_batch,
@@ -33,6 +34,7 @@ from tests.integrations.media_models import (  # noqa: E402
     num_patches,
     qwen_batch,
     right_padded,
+    sound_of_video_batch,
 )
 from tests.integrations.results import (  # noqa: E402
     Result,
@@ -101,6 +103,29 @@ def test_images_are_exact(family: str, size: int, layout: str) -> None:
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_images_and_a_video_are_exact(family: str) -> None:
     assert_exact(family, 4, qwen_batch(video=True))
+
+
+@pytest.mark.skipif("qwen2_5_omni" not in MODELS, reason="transformers 4.51 has no Omni")
+@pytest.mark.parametrize(
+    ("family", "frames", "tokens"), [("qwen2_5_omni", 16, 4), ("qwen3_omni", 112, 15)]
+)
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_sound_of_a_video_is_exact(family: str, frames: int, tokens: int, masked: bool) -> None:
+    """Without attention_mask, positions are those of text, as on one device."""
+    assert_exact(family, 4, sound_of_video_batch(frames, tokens, masked))
+
+
+@pytest.mark.skipif("qwen3_omni" not in MODELS, reason="transformers 4.51 has no Omni")
+def test_sounds_that_are_encoded_by_the_longest_beside_them_are_refused() -> None:
+    inputs = media_batch("qwen3_omni")
+    inputs["feature_attention_mask"][2, 90:] = 0
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), build("qwen3_omni")
+        with pytest.raises(NotImplementedError, match="give sounds of at least 100 frames"):
+            wf_transformers.shard_media(model, sp, inputs)
+
+    run_threads(2, rank)
 
 
 @pytest.mark.skipif(not HAS_INNER, reason="transformers 4 cuts every image into tiles")
@@ -261,6 +286,11 @@ def test_ranks_without_images_encode_one_for_its_zero_gradients() -> None:
             id="features",
         ),
         pytest.param(
+            {k: x for k, x in qwen_batch().items() if k != "image_grid_thw"},
+            "pixel_values without 'image_grid_thw'",
+            id="grids",
+        ),
+        pytest.param(
             qwen_batch((1,)) | {"cu_seqlens": (0, 5, 13)},
             "position_ids .* restart",
             id="documents_without_positions",
@@ -303,15 +333,18 @@ def test_whole_media_beside_sharded_tokens_are_refused() -> None:
 
 
 @pytest.mark.parametrize("cut", [True, False])
-def test_media_that_a_model_of_the_table_does_not_take_are_refused_by_name(cut: bool) -> None:
+@pytest.mark.parametrize("name", ["input_features", "mm_encoder_outputs"])
+def test_media_that_a_model_of_the_table_does_not_take_are_refused_by_name(
+    name: str, cut: bool
+) -> None:
     inputs = llava_batch()
 
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm), build("llava")
         wf_transformers.attach_model(model, sp)
         local = {} if cut else wf_transformers.shard_media(model, sp, inputs)
-        sounds = {"input_features": torch.ones(1, 3, 16)}
-        with pytest.raises(NotImplementedError, match="was called with input_features beside"):
+        sounds = {name: torch.ones(1, 3, 16)}
+        with pytest.raises(NotImplementedError, match=f"was called with {name} beside"):
             if cut:
                 wf_transformers.shard_media(model, sp, inputs | sounds)
             model(**wf_transformers.forward_kwargs(model, local), **sounds)
@@ -391,20 +424,20 @@ def test_remove_lets_the_model_take_whole_media() -> None:
 
 
 def test_pixels_of_another_model_are_refused_by_name_also_if_a_rank_has_as_many_tokens() -> None:
-    """An image of 4 patches; each of 2 ranks has 4 tokens of whole batches."""
-    config = tf.LlavaNextVideoConfig(
+    """A frame of 4 patches; each of 2 ranks has 4 tokens of whole batches."""
+    config = tf.VideoLlavaConfig(
         text_config=tf.LlamaConfig(**SMALL, **HEADS),
         vision_config=tf.CLIPVisionConfig(**CLIP, hidden_size=16, intermediate_size=24),
         vision_feature_layer=-1,
-        image_token_index=IMAGE,
+        video_token_index=VIDEO,
     )
-    ids = torch.tensor([[IMAGE] * 4 + [3, 4, 5, 6]])
+    ids = torch.tensor([[VIDEO] * 4 + [3, 4, 5, 6]])
 
     def rank(comm: Any) -> None:
         with BUILD_LOCK:
-            model = tf.LlavaNextVideoForConditionalGeneration(config)
+            model = tf.VideoLlavaForConditionalGeneration(config)
         WholeBatchHooks(model, wf_transformers.attach_model(model, sequence_parallel(comm)))
-        with pytest.raises(NotImplementedError, match="was called with pixel_values beside tokens"):
-            model(input_ids=ids, pixel_values=torch.ones(1, 3, 8, 8))
+        with pytest.raises(NotImplementedError, match="called with pixel_values_videos beside"):
+            model(input_ids=ids, pixel_values_videos=torch.ones(1, 1, 3, 8, 8))
 
     run_threads(2, rank)

@@ -25,10 +25,11 @@ from wf_transformers.attention.blocks import BLOCKS, Block
 from wf_transformers.calls import refuse_media
 from wf_transformers.families.media_table import (
     BLOCK_TYPES,
+    FOR_POSITIONS,
+    FRAMES,
     NUMBERS,
     QWEN,
     TABLE,
-    TIMES,
     TYPES,
     Media,
     Modality,
@@ -85,8 +86,8 @@ def cut_media(
     refuse_media(model, {key: x for key, x in batch.items() if key not in media})
     sp.check_same(media)
     blocks = _blocks(model, row, batch, sp.config.layout)
-    for_positions = (TIMES, TYPES) if row.blocks is None else (TIMES, TYPES, BLOCK_TYPES)
-    tokens = {k: v for k, v in batch.items() if k not in (*media, *for_positions)}
+    not_cut = (*media, *FOR_POSITIONS, *((BLOCK_TYPES,) if row.blocks else ()))
+    tokens = {k: v for k, v in batch.items() if k not in not_cut}
     modalities = [x for x in row.modalities if x.values in media]
     for modality in modalities:
         is_feature = batch["input_ids"] == token_of(model, modality)
@@ -157,12 +158,25 @@ def rope_positions(model: Any, batch: Mapping[str, Any]) -> Tensor:
         raise ValueError("packed documents with media: give position_ids (3, b, S) that restart")
     if positions is None:
         owner = model if hasattr(model, "get_rope_index") else merging_model(model)
-        arguments = {**batch, TYPES: _token_types(model, batch)}
+        arguments = {**batch, **_for_positions(model, batch)}
         names = inspect.signature(owner.get_rope_index).parameters
+        if "audio_seqlens" in names and arguments.get("attention_mask") is None:
+            ids = batch["input_ids"]  # as the Omnis of transformers do without a mask
+            return torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
         return owner.get_rope_index(**{key: arguments[key] for key in names if key in arguments})[0]
     if positions.dim() != 3 or len(positions) != 3:
         raise ValueError(f"position_ids must be (3, b, S), got {tuple(positions.shape)}")
     return positions
+
+
+def _for_positions(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of get_rope_index that models make of others."""
+    frames = batch.get(FRAMES)
+    return {
+        TYPES: _token_types(model, batch),
+        "audio_seqlens": None if frames is None else frames.sum(dim=1),
+        "second_per_grids": batch.get("video_second_per_grid"),
+    }
 
 
 def _token_types(model: Any, batch: Mapping[str, Any]) -> Tensor:
@@ -227,7 +241,11 @@ def _sizes(
     model: Any, modality: Modality, media: Mapping[str, Tensor], tokens: int
 ) -> tuple[list[int], list[int]]:
     """The number of pixel rows and of features of every medium."""
-    patches, features = modality.count(model, media, tokens)
+    try:
+        patches, features = modality.count(model, media, tokens)
+    except KeyError as error:
+        problem = f"{modality.values} without {error}: give all that the processor gives"
+        raise ValueError(problem) from None
     if sum(features) != tokens:
         raise ValueError(
             f"{modality.values} are {len(features)} media of {sum(features)} features, and "

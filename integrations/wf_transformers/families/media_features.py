@@ -131,7 +131,10 @@ class _FeatureSelection:
             rows = self.pending.pop(0)
             return joined[rows] if packed is joined else [joined[rows]], lengths
         if isinstance(features.pooler_output, Tensor):  # (media, features of each, width)
+            is_last = features.last_hidden_state is features.pooler_output  # the Omnis' sounds
             features.pooler_output = self._select(features.pooler_output)
+            if is_last:
+                features.last_hidden_state = features.pooler_output
             return features
         rows = self.pending.pop(0)
         features.pooler_output = (torch.cat(list(features.pooler_output))[rows],)
@@ -163,9 +166,9 @@ class _FeatureSelection:
         """After an encoder module: keep the features of this rank's tokens."""
         if not self.pending:
             return features
-        selected = self._select(features)
-        return selected if features.dim() == 2 else selected[None]
+        return self._select(features)
 
     def _select(self, features: Tensor) -> Tensor:
-        """(n, width) or (media, n, width) -> (features of this rank's tokens, width)."""
-        return features.flatten(0, -2)[self.pending.pop(0)]
+        """(n, width) or (media, n, width) -> those of this rank's tokens, as of one medium."""
+        selected = features.flatten(0, -2)[self.pending.pop(0)]
+        return selected if features.dim() == 2 else selected[None]

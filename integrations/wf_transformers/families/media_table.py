@@ -25,10 +25,13 @@ from wf_transformers.models import outermost, row_of, transformers_class
 Sizes = tuple[list[int], list[int]]
 Count = Callable[[Any, Mapping[str, Tensor], int], Sizes]
 NUMBERS = "batch_num_images"  # of samples: with more than 1, LLaVA-OneVision takes one tile of each
+FRAMES, LENGTHS = "feature_attention_mask", "_get_feat_extract_output_lengths"
 MERGED = "spatial_merge_size"  # of configs: the side in patches of what becomes one feature
 BLOCK_TYPES = "token_type_ids"
-TIMES, TYPES = "second_per_grid_ts", "mm_token_type_ids"
-"""Arguments for positions only: of videos, and of tokens (0 text, 1 image, 2 video)."""
+TYPES = "mm_token_type_ids"
+"""Of tokens: 0 text, 1 image, 2 video."""
+FOR_POSITIONS = (TYPES, "second_per_grid_ts", "video_second_per_grid", "use_audio_in_video")
+"""Arguments that only the positions of tokens follow from."""
 ENCODED = ("image_hidden_states", "image_outputs", "video_outputs", "audio_outputs")
 """Outputs of models that are features."""
 
@@ -85,8 +88,18 @@ def by_pixels(model: Any, media: Mapping[str, Tensor], tokens: int) -> Sizes:
 
 def by_frames(model: Any, media: Mapping[str, Tensor], _: int) -> Sizes:
     """feature_attention_mask (media, frames): the frames of a sound that are not padding."""
-    frames = media["feature_attention_mask"].sum(dim=1)
-    _, features = merging_model(model).audio_tower._get_feat_extract_output_lengths(frames)
+    frames, tower = media[FRAMES].sum(dim=1), merging_model(model).audio_tower
+    if hasattr(tower, LENGTHS):
+        _, features = getattr(tower, LENGTHS)(frames)
+    else:  # Qwen3-Omni
+        lengths: Any = vars(sys.modules[transformers_class(tower).__module__])[LENGTHS]
+        features, chunk = lengths(frames, tower.n_window), 2 * tower.n_window
+        if frames.min() < min(chunk, int(frames.max())):
+            raise NotImplementedError(
+                f"{type(model).__name__} encodes a sound of {frames.min()} frames as its padding "
+                "to the longest beside it says, which another rank may encode: give sounds of at "
+                f"least {chunk} frames, or all of one length"
+            )
     return [1] * len(features), features.tolist()
 
 
@@ -131,6 +144,7 @@ class Media:
     """How one class of models takes media."""
 
     modalities: tuple[Modality, ...]
+    """In the order in which the model encodes them."""
     modules: tuple[str, ...]
     """The modules that see media, and no tokens. The last one returns the features (n, width)."""
     blocks: Callable[[Tensor], Tensor] | None = None
@@ -158,6 +172,7 @@ MERGE_SOUNDS = "_merge_input_ids_with_audio_features"
 """Qwen2-Audio's method for prompts with one token for each sound."""
 IMAGE, VIDEO, AUDIO = "image_token", "video_token", "audio_token"
 ENCODE_IMAGES, ENCODE_VIDEOS = "get_image_features", "get_video_features"
+ENCODE_SOUNDS = "get_audio_features"
 TOWER = ("vision_tower", "multi_modal_projector")
 AUDIO_TOWER = ("audio_tower", "multi_modal_projector")
 GRID, VIDEO_GRID = "image_grid_thw", "video_grid_thw"
@@ -176,8 +191,10 @@ ONEVISION = Media((PACKED, CLIPS) if HAS_INNER else (PACKED,), TOWER)
 """In transformers 4 the method for videos gives no features."""
 PADDED = replace(TILES, others=("pixel_attention_mask",), by_sample=True)
 IDEFICS = Media((PADDED,), ("vision_model", "connector"))
-SOUNDS = Modality("input_features", AUDIO, "get_audio_features", equal("input_features"))
-LISTENED = Modality("input_features", AUDIO, MERGE_SOUNDS, by_frames, ("feature_attention_mask",))
+SOUNDS = Modality("input_features", AUDIO, ENCODE_SOUNDS, equal("input_features"))
+LISTENED = Modality("input_features", AUDIO, MERGE_SOUNDS, by_frames, (FRAMES,))
+HEARD = replace(LISTENED, features=ENCODE_SOUNDS)
+OMNI = Media((HEARD, IMAGES, VIDEOS), ("audio_tower", "visual"), rope=True)
 TABLE: Mapping[str, Media] = MappingProxyType(
     {
         "Qwen2VLForConditionalGeneration": QWEN,
@@ -186,15 +203,22 @@ TABLE: Mapping[str, Media] = MappingProxyType(
         "Qwen3VLMoeForConditionalGeneration": QWEN,
         "Qwen3_5ForConditionalGeneration": QWEN,
         "Qwen3_5MoeForConditionalGeneration": QWEN,
+        "Qwen2_5OmniThinkerForConditionalGeneration": OMNI,
+        "Qwen3OmniMoeThinkerForConditionalGeneration": OMNI,
         "Glm4vForConditionalGeneration": GLM,
         "Glm4vMoeForConditionalGeneration": GLM,
+        "Glm46VForConditionalGeneration": GLM,
         "GlmOcrForConditionalGeneration": GLM,
         "LlavaForConditionalGeneration": LLAVA,
         "LlavaNextForConditionalGeneration": Media((PACKED,), TOWER),
+        "LlavaNextVideoForConditionalGeneration": ONEVISION,
         "LlavaOnevisionForConditionalGeneration": ONEVISION,
         "Gemma3ForConditionalGeneration": Media((TILES,), TOWER, by_image),
         "Mistral3ForConditionalGeneration": LLAVA,
         "InternVLForConditionalGeneration": TILED,
+        "GotOcr2ForConditionalGeneration": TILED,
+        "Ovis2ForConditionalGeneration": TILED,
+        "VipLlavaForConditionalGeneration": TILED,
         "AyaVisionForConditionalGeneration": TILED,
         "Cohere2VisionForConditionalGeneration": TILED,
         "Idefics3ForConditionalGeneration": IDEFICS,
@@ -246,4 +270,4 @@ def media_arguments(model: nn.Module) -> list[str]:
     """The arguments of a model of the table that do not have one row per token."""
     row = media_of(model)
     assert row is not None, "no model of the table"
-    return [*media_keys(row), *((TIMES, TYPES, "position_ids") if row.rope else ())]
+    return [*media_keys(row), *((*FOR_POSITIONS, "position_ids") if row.rope else ())]

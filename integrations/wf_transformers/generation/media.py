@@ -56,8 +56,8 @@ def cut_with_media(
     batch, row = {name: x[::repeats] for name, x in rows.items()} | {**media}, media_of(model)
     if row is not None and row.rope:
         del batch["position_ids"]
-        masked = {} if mask is None else {"attention_mask": mask[::repeats]}
-        batch["position_ids"] = rope_positions(model, batch | masked)
+        seen = torch.ones_like(batch["input_ids"]) if mask is None else mask[::repeats]
+        batch["position_ids"] = rope_positions(model, batch | {"attention_mask": seen})
     behind, first_text = _after_media(batch["position_ids"])
     local = cut_media(model, sp, batch, lambda rows: {k: sp.shard(x) for k, x in rows.items()})
     local = _repeated(model, local, repeats) if repeats > 1 else local
