@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import re
 import sys
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests import comm_contract
 from tests.dense import largest
 from tests.helpers import MPIRUN, ROOT, python, run_command, run_processes
 from wf_backends.comm import Communicator
-from wf_backends.launch import Launch, init
+from wf_backends.launch import Launch, ending, init
 
 PROGRAM = ["-m", "tests.launch_program"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", "2"]
@@ -155,3 +157,22 @@ def test_a_group_of_the_program_is_described_and_not_closed():
         assert (launch.rank, launch.world_size, launch.launcher) == (rank, 2, "environment")
         assert (launch.local_rank, launch.local_size, launch.backend) == (rank, 2, "gloo")
         assert second_is_equal
+
+
+def close_connections_of_rank_0(comm: Communicator) -> None:
+    """It lives on until rank 1, which waits for it, has an error."""
+    store, held = dist.distributed_c10d._get_default_store(), (dist.group.WORLD,)
+    if comm.rank == 0:
+        ending._close_connections()
+        store.wait(["heard"], timedelta(seconds=20))
+    else:
+        with pytest.raises(RuntimeError, match="rank 1 of 2: .* rank 0 failed: "):
+            comm_contract.exchange(comm)
+        store.set("heard", "")
+    assert held
+
+
+@pytest.mark.processes
+def test_a_failed_rank_is_heard_before_it_ends_though_torchs_functions_hold_its_group():
+    """Arguments of torch.distributed.nn.functional, which torch.optim imports, default to it."""
+    run_processes(2, close_connections_of_rank_0)

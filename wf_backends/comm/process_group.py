@@ -51,6 +51,13 @@ def own_group(timeout: float | None = None) -> dist.ProcessGroup | None:
     return group
 
 
+def close_connections(group: dist.ProcessGroup) -> None:
+    """End all waits in a group of gloo, on all ranks, by an error: one receive here times out."""
+    peer = (group.rank() + 1) % group.size()
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
 class GroupComm(ProcessComm):
     """A communicator over a torch process group; peers are ranks inside the group.
 
@@ -85,11 +92,9 @@ class GroupComm(ProcessComm):
             self.start_watch()
 
     def break_off(self, verdict: str) -> None:
-        """End the running wait: a receive that times out makes gloo close all connections."""
+        """See ProcessComm.break_off."""
         super().break_off(verdict)
-        peer = (self.rank + 1) % self.size
-        with suppress(RuntimeError):
-            self.group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+        close_connections(self.group)
 
     def carries(self, device: torch.device) -> bool:
         """See Communicator.carries. Gloo sends only CPU tensors without a copy."""

@@ -9,16 +9,13 @@ a moment, so that one of its peers can report where each rank was.
 from __future__ import annotations
 
 import atexit
-import gc
 import sys
 import time
 from collections.abc import Callable
-from types import CellType
-from typing import Any, cast
 
 import torch.distributed as dist
 
-from wf_backends.comm import LEFT, Board, Note, fault_report, job_board
+from wf_backends.comm import LEFT, Board, Note, close_connections, fault_report, job_board
 
 SETTLE_S = 0.05  # for torch's threads at the end of Python
 PEER_ERRORS_S = 3.0  # that a failed rank waits for its peers' errors before it ends
@@ -118,32 +115,8 @@ def _report_errors(board: Board, rank: int, size: int) -> None:
 
 
 def _close_connections() -> None:
-    if dist.is_initialized() and "nccl" not in dist.get_backend_config():
-        groups = [*dist.distributed_c10d._world.pg_map]
-        dist.destroy_process_group()
-        _drop_references(groups)
-
-
-def _drop_references(groups: list[Any]) -> None:
-    """Close the connections of destroyed groups, by removing all references to them."""
-    while groups:
-        group = groups.pop()
-        for holder in gc.get_referrers(group):
-            _set_none(holder, group)
-        del group
-    gc.collect()
-
-
-def _set_none(holder: Any, group: Any) -> None:
-    """Put None where a dict, a list, a closure's variable or an object refers to the group."""
-    if isinstance(holder, CellType):
-        holder.cell_contents = None
-    elif isinstance(holder, list):
-        holder[:] = [None if value is group else value for value in cast(list[Any], holder)]
-    elif isinstance(holder, dict):
-        names = cast(dict[Any, Any], holder)
-        names.update({name: None for name, value in names.items() if value is group})
-    else:
-        for name in (*getattr(holder, "__dict__", ()), *getattr(holder, "__slots__", ())):
-            if getattr(holder, name, None) is group:
-                object.__setattr__(holder, name, None)  # works on frozen dataclasses too
+    if dist.is_initialized():
+        for group in dist.distributed_c10d._world.pg_map:
+            close_connections(group)
+        if "nccl" not in dist.get_backend_config():
+            dist.destroy_process_group()
