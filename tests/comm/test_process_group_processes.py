@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests import comm_contract
 from tests.helpers import run_processes
 from wf_backends import SequenceParallel, SequenceParallelConfig
-from wf_backends.comm import Communicator, Pending, make_comm
+from wf_backends.comm import Communicator, Pending, job_board, make_comm
 from wf_backends.comm.process_group import GroupComm, own_group, timeout_of
 from wf_backends.comm.staging import Staged
 
@@ -114,17 +114,19 @@ def refuse_device(comm: Communicator) -> str:
 
 
 def exit_between_two_hops(comm: Communicator) -> None:
-    """Rank 1 exits after a first hop; the error on rank 0 comes long before the timeout of 60 s."""
-    other = 1 - comm.rank
-    comm.post("hop 6", [(other, torch.ones(2))], [(other, torch.empty(2))]).wait()
+    """Rank 1 exits after a first hop: rank 0 waits for it up to 60 s, and rank 2 for rank 0."""
+    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    comm.post("hop 6", [(left, torch.ones(2))], [(right, torch.empty(2))]).wait()
     if comm.rank == 1:
         os._exit(7)
     start = time.monotonic()
     with pytest.raises(RuntimeError) as error:
-        comm.post("hop 7", [(1, torch.ones(2))], [(1, torch.empty(2))]).wait()
+        comm.post("hop 7", [], [(right, torch.empty(2))]).wait()
     seconds = time.monotonic() - start
     assert seconds < 10  # not in a `finally`, where the traceback would also have the error
-    raise error.value
+    board = job_board()
+    assert board is not None
+    raise RuntimeError(f"{error.value}; {board.read('report', 0)}")
 
 
 @cache
@@ -196,10 +198,12 @@ def test_without_a_job_there_is_no_own_group():
     assert own_group() is None
 
 
-def test_a_dead_peer_is_named():
+def test_a_dead_peer_is_named_and_those_that_wait_for_others_answer():
     with pytest.raises(RuntimeError, match="rank 1: ended with exit code 7") as error:
-        run_processes(2, exit_between_two_hops, group_timeout=60)
-    assert "rank 0 of 2: 'hop 7', the message from rank 1 failed: " in str(error.value)
+        run_processes(3, exit_between_two_hops, group_timeout=60)
+    assert "rank 0 of 3: 'hop 7', the message from rank 1 failed: " in str(error.value)
+    assert "rank 2 of 3: 'hop 7', the message from rank 0 failed: " in str(error.value)
+    assert "fault report: ranks [0, 2] answered, ranks [1] did not" in str(error.value)
 
 
 def attend_after_destroying_the_group(comm: Communicator) -> list[str]:

@@ -33,10 +33,6 @@ STORE_S = 3.0  # how long the store may take to answer; if rank 0 is stopped, it
 PAUSE_S = 0.005  # between looks at the store; mpirun sends SIGKILL 0.02 s after SIGTERM
 MAX_NAMED_RANKS = 8  # at one place, in a report
 LEFT, LOG_FOLDER, REPORT = "left", "log folder", "report"  # topics of notes
-STORE_GONE = (
-    "Rank 0 has ended or is stopped, and with it the store of the ranks' notes: no other rank is "
-    "heard"
-)
 Note = dict[str, Any]
 T = TypeVar("T")
 
@@ -164,8 +160,7 @@ def report(
     with deferred_termination() as termination:
         while len(notes) < len(ranks) and not (is_last_look or board.gone):
             is_last_look = termination.requested or time.monotonic() > deadline
-            if not is_last_look:
-                time.sleep(PAUSE_S)
+            time.sleep(0 if is_last_look else PAUSE_S)
             if board.reported:
                 return
             for rank in ranks:
@@ -177,7 +172,8 @@ def report(
         if not board.gone:
             board.report(line)
         elif me == min(rank for rank in ranks if rank != 0):
-            board.report(f"{line}. {STORE_GONE}")
+            gone = "Rank 0 has ended or is stopped, and with it the store of the ranks' notes"
+            board.report(f"{line}. {gone}: no other rank is heard")
 
 
 def fault_report(ranks: Sequence[int], notes: dict[int, Note]) -> str:

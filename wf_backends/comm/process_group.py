@@ -52,10 +52,10 @@ def own_group(timeout: float | None = None) -> dist.ProcessGroup | None:
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
-    """End all waits in a group of gloo, on all ranks, by an error: one receive here times out."""
-    peer = (group.rank() + 1) % group.size()
-    with suppress(RuntimeError):
-        group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+    """End all waits in a group of gloo, on all ranks, by an error: a receive that times out."""
+    for peer in {*range(group.size())} - {group.rank()}:
+        with suppress(RuntimeError):
+            group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 class GroupComm(ProcessComm):

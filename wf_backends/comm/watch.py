@@ -44,6 +44,7 @@ class ProcessComm(Communicator):
         """The library's error with the ranks and the label, which it does not name."""
         wait = self.waits or Wait(self.current_pass, label, transfer, peer, time.monotonic())
         self.waits = None
+        self.break_off(self.verdict)  # waits for this rank: their ranks answer, too
         return failure(self, wait, self.verdict or error)
 
 
