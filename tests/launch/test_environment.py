@@ -94,6 +94,7 @@ def test_detect_reads_rank_and_launcher_from_the_environment(environ, process):
     ("environ", "message"),
     [
         ({"WORLD_SIZE": "8"}, "a job of environment, but RANK is missing"),
+        ({"RANK": "1"}, "a job of environment, but WORLD_SIZE is missing"),
         ({"OMPI_COMM_WORLD_SIZE": "8"}, "a job of openmpi, but OMPI_COMM_WORLD_RANK is missing"),
         (
             {"SLURM_PROCID": "0"},

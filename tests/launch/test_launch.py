@@ -235,6 +235,28 @@ def test_ranks_with_different_world_sizes_are_refused_on_all():
                 ranks[rank].result()
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_second_process_of_a_rank_is_refused_before_and_after_the_ranks_have_met(
+    monkeypatch: pytest.MonkeyPatch, size: int
+):
+    """Of 2 ranks, both have met when it comes; of 3, one never comes, whose RANK it should have."""
+    monkeypatch.setattr(rendezvous, "LOOK_S", 0.05)
+    store = dist.HashStore()
+
+    def meet(rank: int) -> None:
+        process = JobProcess("environment", rank, size, 0, 1, "here", 29500)
+        rendezvous.meet(store, process, timeout=0.3)
+
+    with ThreadPoolExecutor() as pool:
+        first = [pool.submit(meet, rank) for rank in (0, 1)]
+        if size == 2:
+            first[1].result()
+        second = pool.submit(meet, 1)
+    errors = [str(rank.exception()) for rank in (*first, second)]
+    message = "another process came to here:29500 as rank 1, too: give each process a RANK of"
+    assert any(error.startswith(message) for error in errors), errors
+
+
 def test_a_process_without_a_launcher_is_a_job_of_one_rank(set_environ):
     set_environ()
     before = dict(os.environ)

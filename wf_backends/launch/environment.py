@@ -61,6 +61,7 @@ LAUNCHERS = (
     Launcher("slurm", "SLURM_PROCID", *_SLURM),
     Launcher("mpich", "PMI_SIZE", *_MPICH),
     Launcher("environment", "WORLD_SIZE"),
+    Launcher("environment", "RANK"),
 )
 
 

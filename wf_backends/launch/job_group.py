@@ -140,7 +140,7 @@ def _open_group(backend: str, process: JobProcess, timeout: float) -> JobProcess
 def _warn_of_another_rank(environ: Mapping[str, str], process: JobProcess) -> None:
     """Say that RANK and WORLD_SIZE are not used where the launcher says something else."""
     rank, size = environ.get("RANK"), environ.get("WORLD_SIZE")
-    marks = [known.mark for known in LAUNCHERS[:-1] if known.mark in environ]
+    marks = [known.mark for known in LAUNCHERS[:-2] if known.mark in environ]
     if marks and rank and size and (rank, size) != (str(process.rank), str(process.world_size)):
         logging.getLogger(__name__).warning(
             "RANK=%s and WORLD_SIZE=%s are not used: %s started this process as rank %d of %d. "

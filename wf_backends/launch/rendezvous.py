@@ -132,7 +132,7 @@ def meet(store: Store, process: JobProcess, timeout: float) -> tuple[Store, JobP
 
     Raises:
         RuntimeError: if ranks do not join within the timeout, naming them.
-        ValueError: on all ranks, if their world sizes differ.
+        ValueError: on all ranks, if their world sizes differ; if two processes are the same rank.
     """
     keys = [f"host of {rank}" for rank in range(process.world_size)]
     me = f"rank {process.rank} of {process.world_size} ({process.launcher})"
@@ -211,12 +211,24 @@ def _join_rank_0(store: Store, process: JobProcess, keys: list[str], timeout: fl
     """As another rank: come to rank 0's attempt, until one has confirmed this very process.
 
     The name found first may be left from an attempt that has ended.
+
+    Raises:
+        ValueError: if another process comes as the same rank.
     """
-    name, end = uuid4().hex, time.monotonic() + timeout
+    name, end, key, last = uuid4().hex, time.monotonic() + timeout, keys[process.rank], None
+    arrival = _arrival(process, name, process.restart)
+    taken = ValueError(
+        f"another process came to {process.address}:{process.port} as rank {process.rank}, too: "
+        "give each process a RANK of its own, and each job a MASTER_PORT of its own"
+    )
     store.wait([ATTEMPT], timedelta(seconds=timeout))
     while True:
-        part = _part(store, store.get(ATTEMPT).decode())
-        part.set(keys[process.rank], _arrival(process, name, process.restart))
+        attempt = store.get(ATTEMPT)
+        part = _part(store, attempt.decode())
+        if attempt == last and part.get(key) != arrival.encode():
+            raise taken
+        part.set(key, arrival)
+        last = attempt
         try:
             part.wait([MET], timedelta(seconds=LOOK_S))
             if name in part.get(MET).decode().split():
@@ -225,7 +237,8 @@ def _join_rank_0(store: Store, process: JobProcess, keys: list[str], timeout: fl
         except dist.DistStoreError:
             pass
         if time.monotonic() > end:
-            raise dist.DistStoreError("rank 0 did not confirm this process")
+            is_left_over = process.agent_store or not part.check([MET])
+            raise dist.DistStoreError("rank 0 did not confirm it") if is_left_over else taken
 
 
 def take_gpu(store: Store, process: JobProcess) -> torch.device:
