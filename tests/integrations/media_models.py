@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import transformers as tf
 from torch import Tensor
 
-from tests.integrations.families import NoFloat32
+from tests.integrations.families import GEMMA4, NoFloat32
 from tests.integrations.mixer_models import DELTA
 from tests.integrations.transformers_models import BUILD_LOCK, HEADS, SMALL
 
@@ -371,6 +371,29 @@ def _without_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 MODELS |= {"vipllava": vipllava, "llava_next_video": llava_next_video, "got_ocr2": got_ocr2}
+
+
+def gemma4(blocks: bool = False) -> Any:
+    """One token for 2 x 2 patches. Tokens of an image see each other in windows, if wanted."""
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    text = {**GEMMA4, "num_hidden_layers": 3, "layer_types": layers, "sliding_window": 3}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    vision |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pooling_kernel_size": 2}
+    audio = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    audio |= {"subsampling_conv_channels": [8, 4], "output_proj_dims": 16}
+    config = tf.Gemma4Config(
+        text_config=text | {"use_bidirectional_attention": "vision" if blocks else None},
+        vision_config=vision | {"patch_size": 2, "position_embedding_size": 16},
+        audio_config=audio | {"attention_chunk_size": 4, "attention_context_left": 3},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        audio_token_id=AUDIO,
+    )
+    return tf.Gemma4ForConditionalGeneration(config)
+
+
+if hasattr(tf, "Gemma4Config"):
+    MODELS |= {"gemma4": gemma4, "gemma4_blocks": partial(gemma4, blocks=True)}
 if hasattr(tf, "Qwen3VLConfig"):  # transformers 5
     MODELS |= {"ovis2": ovis2, "qwen2_5_omni": qwen2_5_omni, "qwen3_omni": qwen3_omni}
     MODELS["glm46v"] = lambda: glm4v(tf.Glm46VConfig, tf.Glm46VForConditionalGeneration)
@@ -535,6 +558,29 @@ def sound_of_video_batch(frames: int, tokens: int, masked: bool) -> dict[str, An
     return batch | mask | {"video_second_per_grid": torch.ones(2)}
 
 
+def gemma4_batch() -> dict[str, Any]:
+    """Four images of 1 or 2 tokens, videos of 2 and 1 frames, two sounds of 3 and 2 tokens."""
+    sizes = [(2, 2), (2, 4), (4, 2), (2, 2)]
+    images = torch.stack([_places(*size) for size in sizes])
+    frames = torch.stack([_places(2, 4), _places(2, 4), _places(2, 2)])
+    image, seen = [[IMAGE], [IMAGE] * 2], torch.arange(12) < torch.tensor([[12], [7]])
+    first = [3, *image[0], 7, *image[1], 8, *image[1], 9, *[VIDEO] * 4, 9, *[AUDIO] * 3]
+    batch = padded([first, [4, *image[0], 7, *[VIDEO], 9, *[AUDIO] * 2]])
+    ids = batch["input_ids"]
+    batch |= {"pixel_values": random_normal(4, 8, 12), "image_position_ids": images}
+    batch |= {"pixel_values_videos": random_normal(3, 8, 12), "video_position_ids": frames}
+    batch |= {"num_frames_per_video": torch.tensor([2, 1])}
+    batch |= {"input_features": random_normal(2, 12, 8), "input_features_mask": seen}
+    types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int() + 3 * (ids == AUDIO).int()
+    return batch | {"mm_token_type_ids": types}
+
+
+def _places(height: int, width: int) -> Tensor:
+    """(8, 2): x and y of the patches of an image, and -1."""
+    places = [(x, y) for y in range(height) for x in range(width)]
+    return torch.tensor(places + [(-1, -1)] * (8 - len(places)))
+
+
 def without_types(batch: dict[str, Any]) -> dict[str, Any]:
     return {k: x for k, x in batch.items() if k != "mm_token_type_ids"}
 
@@ -577,6 +623,7 @@ BATCHES |= {"gemma3": gemma3_batch, "paligemma": paligemma_batch}
 BATCHES |= {"qwen2_audio": qwen2_audio_batch}
 BATCHES |= {"vipllava": llava_batch, "ovis2": llava_batch, "got_ocr2": got_ocr2_batch}
 BATCHES |= {"llava_next_video": next_video_batch, "glm46v": qwen_batch}
+BATCHES |= {"gemma4": gemma4_batch, "gemma4_blocks": gemma4_batch}
 BATCHES["qwen2_5_omni"] = lambda: omni_batch((16, 12, 8), (4, 3, 2))
 BATCHES["qwen3_omni"] = lambda: omni_batch((112, 104, 100), (15, 14, 13))
 BATCHES |= dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr"), qwen_batch)

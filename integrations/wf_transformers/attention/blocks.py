@@ -18,7 +18,7 @@ Slices = list[tuple[Range, Range, str]]
 """(queries, keys, type), as `SequenceParallel.attention` takes them."""
 
 BLOCKS = "wallfacer_blocks"
-"""In a local batch: (tokens S, for each sample its blocks)."""
+"""In a local batch: (tokens S, for each sample its blocks, whether only windows have these)."""
 
 
 def masks_with_blocks(
@@ -30,7 +30,8 @@ def masks_with_blocks(
         documents: with `BLOCKS`, and "cu_seqlens" if there are documents, by sample or of all.
         window: (left, right) of the layer.
     """
-    seqlen, samples = documents[BLOCKS]
+    seqlen, samples, in_windows = documents[BLOCKS]
+    samples = [()] * len(samples) if in_windows and window is None else samples
     borders = documents.get("cu_seqlens") or (0, seqlen)
     by_sample = borders if isinstance(borders[0], tuple) else [tuple(borders)] * len(samples)
     seen = seqlen if window is None else window[0] + 1

@@ -23,24 +23,24 @@ from wf_backends import SequenceParallel
 from wf_backends.schedule import LAYOUTS, SLICE_ARGUMENTS
 from wf_transformers.attention.blocks import BLOCKS, Block
 from wf_transformers.calls import refuse_media
-from wf_transformers.families.media_table import (
-    BLOCK_TYPES,
-    FOR_POSITIONS,
+from wf_transformers.families.media_counts import (
     FRAMES,
     NUMBERS,
+    medium_of_rows,
+    merging_model,
+    with_neighbours,
+)
+from wf_transformers.families.media_table import (
+    FOR_POSITIONS,
     QWEN,
     TABLE,
     TYPES,
     Media,
     Modality,
-    by_image,
     media_keys,
     media_of,
-    medium_of_rows,
-    merging_model,
     prefix,
     token_of,
-    with_neighbours,
 )
 from wf_transformers.models import windows_of
 
@@ -86,7 +86,7 @@ def cut_media(
     refuse_media(model, {key: x for key, x in batch.items() if key not in media})
     sp.check_same(media)
     blocks = _blocks(model, row, batch, sp.config.layout)
-    not_cut = (*media, *FOR_POSITIONS, *((BLOCK_TYPES,) if row.blocks else ()))
+    not_cut = (*media, *FOR_POSITIONS, *((row.types,) if row.blocks else ()))
     tokens = {k: v for k, v in batch.items() if k not in not_cut}
     modalities = [x for x in row.modalities if x.values in media]
     for modality in modalities:
@@ -113,18 +113,18 @@ def cut_media(
 
 def _blocks(model: Any, row: Media, batch: Mapping[str, Any], layout: str) -> dict[str, Any]:
     """{BLOCKS: those of all samples}, or nothing if there are none."""
-    types = batch.get(BLOCK_TYPES)
+    types = batch.get(row.types)
     if row.blocks is None or types is None:
         return {}
-    numbers = row.blocks(types)
+    numbers = row.blocks(types, model.config.get_text_config())
     if (mask := batch.get("attention_mask")) is not None:
         numbers = numbers.masked_fill(mask == 0, -1)
     samples = tuple(map(_blocks_of_sample, numbers.tolist()))
-    if row.blocks is by_image and not any(samples):
+    if row.blocks is not prefix and not any(samples):
         return {}  # the layers are causal by themselves; PaliGemma's are not
     slices = next((key for key in SLICE_ARGUMENTS if batch.get(key) is not None), None)
     if slices is not None:
-        raise ValueError(f"{slices} say all that is seen, and {BLOCK_TYPES} too: leave one out")
+        raise ValueError(f"{slices} say all that is seen, and {row.types} too: leave one out")
     if LAYOUTS[layout].needs_documents or LAYOUTS[layout].needs_slices:
         raise ValueError(
             f'"layout": "{layout}" follows from a mask that all samples and layers share, and in '
@@ -137,7 +137,7 @@ def _blocks(model: Any, row: Media, batch: Mapping[str, Any], layout: str) -> di
             f"{type(model).__name__}: a prefix of {longest} tokens is longer than the sliding "
             f"window of {window}, which does not hold inside of it; take a shorter prompt"
         )
-    return {BLOCKS: (types.shape[1], samples)}
+    return {BLOCKS: (types.shape[1], samples, row.in_windows)}
 
 
 def _blocks_of_sample(numbers: list[int]) -> tuple[Block, ...]:
@@ -231,7 +231,8 @@ def _media_of_rank(
             samples = medium_of_rows(media[key].tolist())[encoded]
             arguments[key] = samples.unique(return_counts=True)[1].to(values.device)
         elif key in media:
-            arguments[key] = media[key][encoded.to(media[key].device)]
+            rows = pixel_rows if len(media[key]) == len(values) else encoded
+            arguments[key] = media[key][rows.to(media[key].device)]
     if modality.by_sample:
         arguments = {key: x[None] for key, x in arguments.items()}
     return arguments, (is_encoded.cumsum(0)[features_of_rank] - 1).to(values.device)

@@ -16,13 +16,12 @@ from wf_transformers.attention.documents import OF_CALLS
 from wf_transformers.attention.function import Attention
 from wf_transformers.calls import by_name, parameter_names, refuse_call, refuse_media
 from wf_transformers.families.media import FEATURE_ROWS
+from wf_transformers.families.media_counts import merging_model
 from wf_transformers.families.media_table import (
-    BLOCK_TYPES,
     MERGE_SOUNDS,
     Media,
     language_model,
     media_of,
-    merging_model,
     token_of,
 )
 from wf_transformers.handle import Handle
@@ -99,11 +98,11 @@ class _FeatureSelection:
         return args, kwargs
 
     def _refuse_types(self, arguments: dict[str, Any]) -> None:
-        if self.row.blocks is not None and arguments.get(BLOCK_TYPES) is not None:
+        if self.row.blocks is not None and arguments.get(self.row.types) is not None:
+            name = type(self.model).__name__
             raise ValueError(
-                f"{type(self.model).__name__} was called with {BLOCK_TYPES}, which would be lost: "
-                "cut the batch by wf_transformers.shard_media(model, sp, batch), which makes "
-                "blocks of them"
+                f"{name} was called with {self.row.types}, which would be lost: cut the batch by "
+                "wf_transformers.shard_media(model, sp, batch), which makes blocks of them"
             )
 
     def pass_on(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -130,6 +129,10 @@ class _FeatureSelection:
             joined = packed if isinstance(packed, Tensor) else torch.cat(packed)
             rows = self.pending.pop(0)
             return joined[rows] if packed is joined else [joined[rows]], lengths
+        if (mask := features.get("attention_mask")) is not None:  # Gemma 4's sounds
+            features.pooler_output = self._select(features.pooler_output[mask.bool()])[None]
+            features.attention_mask = mask.new_ones(features.pooler_output.shape[:2])
+            return features
         if isinstance(features.pooler_output, Tensor):  # (media, features of each, width)
             is_last = features.last_hidden_state is features.pooler_output  # the Omnis' sounds
             features.pooler_output = self._select(features.pooler_output)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wf_transformers.batch import is_causal
 from wf_transformers.calls import CACHES, parameter_names
-from wf_transformers.families.media_table import merging_model
+from wf_transformers.families.media_counts import merging_model
 from wf_transformers.families.mixing import mixers_in
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.generation.cache import ShardedCache

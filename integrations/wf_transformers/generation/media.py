@@ -86,6 +86,7 @@ def _repeated(model: Any, local: dict[str, Any], repeats: int) -> dict[str, Any]
     positions = local["position_ids"].repeat_interleave(repeats, dim=-2)
     ids = ids.repeat_interleave(repeats, dim=0)
     if BLOCKS in local:
-        seqlen, samples = local[BLOCKS]
-        local |= {BLOCKS: (seqlen, tuple(x for x in samples for _ in range(repeats)))}
+        seqlen, samples, in_windows = local[BLOCKS]
+        repeated = tuple(x for x in samples for _ in range(repeats))
+        local |= {BLOCKS: (seqlen, repeated, in_windows)}
     return local | {"input_ids": ids, "position_ids": positions, FEATURE_ROWS: rows}
