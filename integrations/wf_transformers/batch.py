@@ -65,10 +65,13 @@ def forward_kwargs(
     if any(has_router_loss(inner) and is_applied(inner) for inner in outermost(model)):
         kwargs |= {ROUTER_MASK: local_batch.get("attention_mask")}
     if (mask_kwargs := mask_arguments(kwargs)) and not _documents_reach_attention(model):
+        name, argument = type(model).__name__, next(iter(mask_kwargs))
         raise ValueError(
-            f"{type(model).__name__} of transformers {transformers.__version__} does not pass "
-            f"{next(iter(mask_kwargs))} to attention; call wf_transformers.apply(model, sp) "
-            "once"
+            f"{name} of transformers {transformers.__version__} does not pass {argument} to "
+            "attention; call wf_transformers.apply(model, sp) once"
+            if outermost(model)
+            else f"the forward of {name} takes no {argument}: give it the argument, and pass it "
+            "on to sp.attention"
         )
     if num_valid is not None:
         refuse_custom_loss(model)
@@ -133,10 +136,15 @@ def _documents_reach_attention(model: nn.Module) -> bool:
 
     All Hugging Face models in a wrapper must pass them on; without any, the wrapper itself.
     """
-    models = outermost(model)
-    if not models:
-        return takes_any_keyword(model) or "cu_seqlens" in parameter_names(model)
-    return all(is_applied(language_model(inner)) or _passes_kwargs(inner) for inner in models)
+    models = map(language_model, outermost(model))
+    applied = (is_applied(inner) or _passes_kwargs(inner) for inner in models)
+    return documents_can_reach(model) and all(applied)
+
+
+def documents_can_reach(model: nn.Module) -> bool:
+    """Whether a model without Hugging Face models takes cu_seqlens; these do once applied."""
+    takes_any = bool(outermost(model)) or takes_any_keyword(model)
+    return takes_any or "cu_seqlens" in parameter_names(model)
 
 
 def _passes_kwargs(model: Any) -> bool:

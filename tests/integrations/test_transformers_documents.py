@@ -23,6 +23,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     model_on_one_rank,
     sequence_parallel,
 )
+from tests.integrations.verify_models import OwnModel  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_backends.autochunk.tiling import Tiles, TrainingPlan, apply_training  # noqa: E402
 from wf_backends.comm import Communicator  # noqa: E402
@@ -44,6 +45,11 @@ def test_layers_that_drop_keywords_need_apply() -> None:
         pytest.raises(ValueError, match="GPT2LMHeadModel .* call wf_transformers.apply"),
     ):
         wf_transformers.forward_kwargs(model, PACKED)
+
+
+def test_documents_that_a_model_of_ones_own_does_not_take_are_refused() -> None:
+    with pytest.raises(ValueError, match="forward of OwnModel takes no cu_seqlens"):
+        wf_transformers.forward_kwargs(OwnModel(counts_positions=False), PACKED)
 
 
 @pytest.mark.parametrize("kwargs", [None, {"use_reentrant": True}])

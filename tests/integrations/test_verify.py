@@ -34,6 +34,7 @@ from tests.integrations.verify_models import (  # noqa: E402
     LocalGradient,
     LocalMean,
     LocalPositions,
+    OwnModel,
     Recurrence,
     TokenShift,
     UnknownInput,
@@ -298,6 +299,17 @@ def test_attach_verifies_unless_told_not_to() -> None:
         with pytest.raises(NotImplementedError, match=DIFFERS):
             wf_transformers.attach(model, sequence_parallel(comm))
         wf_transformers.attach(model, sequence_parallel(comm), verify=False)
+
+    run_threads(2, rank)
+
+
+def test_attach_compares_a_model_without_documents_on_a_batch_without_padding() -> None:
+    right, wrong = OwnModel(counts_positions=False), OwnModel(counts_positions=True)
+
+    def rank(comm: Any) -> None:
+        attach(copy.deepcopy(right), sequence_parallel(comm), verify="strict")
+        with pytest.raises(NotImplementedError, match=DIFFERS):
+            attach(copy.deepcopy(wrong), sequence_parallel(comm))
 
     run_threads(2, rank)
 

@@ -183,3 +183,28 @@ class UnknownInput(nn.Module):
 
     def forward(self, dialogue: Tensor) -> Tensor:
         return self.inner(input_ids=dialogue).logits
+
+
+class OwnModel(nn.Module):
+    """Causal attention without a model of transformers, and nothing that takes documents."""
+
+    def __init__(self, counts_positions: bool) -> None:
+        super().__init__()
+        self.counts_positions = counts_positions
+        self.ids, self.places = nn.Embedding(32, 8), nn.Embedding(64, 8)
+        self.qkv = nn.Linear(8, 24)
+
+    def set_sequence_parallel(self, sp: SequenceParallel) -> None:
+        self.sp = sp
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        if position_ids is None or self.counts_positions:
+            position_ids = torch.arange(input_ids.shape[1])
+        x = self.ids(input_ids) + self.places(position_ids)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2)
+        return self.sp.attention(q, k, v, causal=True).flatten(2)

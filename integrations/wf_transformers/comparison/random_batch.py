@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from wf_backends import SequenceParallel
 from wf_backends.parallel import prepare_batch
 from wf_backends.schedule import LAYOUTS, padding_multiple
-from wf_transformers.batch import is_causal
+from wf_transformers.batch import documents_can_reach, is_causal
 from wf_transformers.calls import parameter_names, takes_any_keyword
 from wf_transformers.families.stacks import is_cut_inside
 from wf_transformers.models import head_of, outermost, windows_of
@@ -73,14 +73,15 @@ def _tokens(
         return None
     multiple, seqlen = _multiple(sp), short_seqlen(sp)
     max_seqlen = getattr(config, "max_position_embeddings", None) or seqlen
-    seqlen = min(seqlen, max_seqlen // multiple * multiple) - 1  # so padding fits max_seqlen
+    needs_padding = documents_can_reach(model)  # it becomes a document, within max_seqlen
+    seqlen = min(seqlen, max_seqlen // multiple * multiple) - needs_padding
     if seqlen < 1:
         return None
     ids = torch.randint(1, vocabulary, (SAMPLES, seqlen), generator=generator)
     ids[ids == getattr(config, "pad_token_id", None)] = vocabulary - 1  # not taken for padding
     batch = {"input_ids": ids}
     pools = labelled and head_is_over_all_rows(model)  # takes the last token, even if it is masked
-    if _takes(model, "attention_mask"):
+    if needs_padding and _takes(model, "attention_mask"):
         batch["attention_mask"] = torch.ones_like(ids) if pools else _padding(model, ids, sp)
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" in parameters and parameters["position_ids"].default is inspect._empty:
