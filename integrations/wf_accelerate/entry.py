@@ -147,7 +147,7 @@ def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False
         if generating:
             generate_alone(trainer.model, handle, handle.first.changes)
         if trl is not None:
-            connect_trl(trainer, handle, bool(generating))
+            connect_trl(trainer, handle, whole_logits, bool(generating))
         _replace_steps(trainer, handle)
     # The Trainer holds the accelerator's method as it was before we replaced it
     options = getattr(trainer.gather_function, "keywords", {})

@@ -55,7 +55,7 @@ def has_used_loaders(trainer: Any) -> bool:
     return bool(getattr(trainer.args, "precompute_ref_log_probs", False))
 
 
-def connect_trl(trainer: Any, handle: Handle, generates: bool) -> None:
+def connect_trl(trainer: Any, handle: Handle, whole_logits: bool, generates: bool) -> None:
     """Make a trainer train the model of `handle`, and attach its reference model.
 
     `generates` says whether something calls `generate` of its models.
@@ -76,7 +76,7 @@ def connect_trl(trainer: Any, handle: Handle, generates: bool) -> None:
         with changes.recorded():
             attached = attach_model(reference, sp)
             handle.undo.callback(attached.remove)
-            LogProbabilityHooks(reference, attached)
+            LogProbabilityHooks(reference, attached, whole_logits)
         if generates:
             generate_alone(reference, handle, changes)
     take_sharded_logits(trainer, handle)

@@ -113,9 +113,9 @@ LOSSES = {
 }
 
 
-def attach_with_hooks(model: Any, sp: Any) -> wf_transformers.Handle:
+def attach_with_hooks(model: Any, sp: Any, whole_logits: bool = False) -> wf_transformers.Handle:
     handle = wf_transformers.attach(model, sp, verify=False)
-    LogProbabilityHooks(model, handle)
+    LogProbabilityHooks(model, handle, whole_logits)
     return handle
 
 
@@ -241,12 +241,15 @@ def test_use_of_hidden_states_is_refused() -> None:
     run_threads(1, rank)
 
 
-def test_whole_logits_are_a_tensor() -> None:
+@pytest.mark.parametrize("always", (False, True))
+def test_whole_logits_are_a_tensor(always: bool) -> None:
+    """Those that a call asks for, and those of all calls after connect_trainer(whole_logits=)."""
     model = build_llama("ForCausalLM")
+    asked = {} if always else {"whole_logits": True}
 
     def rank(comm: Any) -> None:
-        with attach_with_hooks(model, sequence_parallel(comm)):
-            logits = model(**padded_batch(on_the_left=False), whole_logits=True).logits
+        with attach_with_hooks(model, sequence_parallel(comm), always):
+            logits = model(**padded_batch(on_the_left=False), **asked).logits
             assert isinstance(logits, Tensor) and logits.shape == (SAMPLES, SEQLEN, VOCAB)
 
     run_threads(1, rank)

@@ -110,7 +110,8 @@ class LogProbabilityHooks(WholeBatchHooks):
         arguments = by_name(self._names, args, kwargs)
         self._request, fused_head = None, bool(arguments.get(FUSED))
         has_labels = arguments.get("labels") is not None
-        if not (fused_head or has_labels) and any(map(has_fused_head, outermost(model))):
+        wants_whole = self.always_whole or any(map(has_fused_head, outermost(model)))
+        if wants_whole and not (fused_head or has_labels):
             arguments.setdefault(WHOLE_LOGITS, True)  # for compute_metrics: all else is fused
         if not fused_head and (has_labels or arguments.get(WHOLE_LOGITS) is not None):
             return super()._before(model, (), arguments)

@@ -27,7 +27,8 @@ UNSUPPORTED_USE = (
     "these logits lie on the ranks of the sequence, a row with its token. What can be made of "
     "them: slices of samples and tokens, a quotient by a number, TRL's selective_log_softmax, "
     "cross entropy with its mean, and the mean of the rows that a mask chooses. For anything else "
-    "say model(**batch, whole_logits=True): logits of all ranks, the memory of one device"
+    "say model(**batch, whole_logits=True), or connect_trainer(..., whole_logits=True) once: "
+    "logits of all ranks, the memory of one device"
 )
 
 
