@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     sequence_parallel,
     stay_in_float64,
 )
+from wf_accelerate.trl_trainers import connect_trl  # noqa: E402
 from wf_transformers.comparison.changes import Changes  # noqa: E402
 from wf_transformers.whole_batches.log_probabilities import (  # noqa: E402
     LogProbabilityHooks,
@@ -251,6 +253,21 @@ def test_whole_logits_are_a_tensor(always: bool) -> None:
         with attach_with_hooks(model, sequence_parallel(comm), always):
             logits = model(**padded_batch(on_the_left=False), **asked).logits
             assert isinstance(logits, Tensor) and logits.shape == (SAMPLES, SEQLEN, VOCAB)
+
+    run_threads(1, rank)
+
+
+def test_the_reference_of_a_trainer_with_whole_logits_has_them_too() -> None:
+    model, trainer = (
+        build_llama("ForCausalLM"),
+        SimpleNamespace(ref_model=build_llama("ForCausalLM")),
+    )
+
+    def rank(comm: Any) -> None:
+        with attach_with_hooks(model, sequence_parallel(comm)) as handle:
+            connect_trl(trainer, handle, whole_logits=True, generates=False)
+            batch = padded_batch(on_the_left=False)
+            assert isinstance(trainer.ref_model(**batch).logits, Tensor)
 
     run_threads(1, rank)
 
