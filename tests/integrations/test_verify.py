@@ -34,6 +34,7 @@ from tests.integrations.verify_models import (  # noqa: E402
     LocalGradient,
     LocalMean,
     LocalPositions,
+    NeedsPositions,
     OwnModel,
     Recurrence,
     TokenShift,
@@ -304,10 +305,12 @@ def test_attach_verifies_unless_told_not_to() -> None:
 
 
 def test_attach_compares_a_model_without_documents_on_a_batch_without_padding() -> None:
-    right, wrong = OwnModel(counts_positions=False), OwnModel(counts_positions=True)
+    right, wrong = NeedsPositions(), OwnModel(counts_positions=True)
+    ids = torch.arange(32)[None]
 
     def rank(comm: Any) -> None:
-        attach(copy.deepcopy(right), sequence_parallel(comm), verify="strict")
+        handle = attach(copy.deepcopy(right), sequence_parallel(comm), verify="strict")
+        handle.shard_batch({"input_ids": ids, "labels": ids})  # the first batch, compared too
         with pytest.raises(NotImplementedError, match=DIFFERS):
             attach(copy.deepcopy(wrong), sequence_parallel(comm))
 

@@ -208,3 +208,13 @@ class OwnModel(nn.Module):
         x = self.ids(input_ids) + self.places(position_ids)
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2)
         return self.sp.attention(q, k, v, causal=True).flatten(2)
+
+
+class NeedsPositions(OwnModel):
+    """Cannot be called without position_ids."""
+
+    def __init__(self) -> None:
+        super().__init__(counts_positions=False)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(input_ids, position_ids)

@@ -21,7 +21,12 @@ from wf_backends.schedule import SLICE_ARGUMENTS
 from wf_transformers.attention.documents import MASK_ARGUMENTS
 from wf_transformers.calls import LABELS, TOKENS, by_name, parameter_names, tokens_of
 from wf_transformers.comparison.changes import Changes
-from wf_transformers.comparison.random_batch import SAMPLES, random_tokens, short_seqlen
+from wf_transformers.comparison.random_batch import (
+    SAMPLES,
+    random_tokens,
+    short_seqlen,
+    with_required_positions,
+)
 from wf_transformers.comparison.runs import Comparison, ModelCall
 from wf_transformers.comparison.verify import Mode, as_before, compare, conclude, find_obstacle
 from wf_transformers.families.media_table import language_model
@@ -85,6 +90,8 @@ class FirstStep:
         if tokens is not None and tokens.shape[1] < MIN_TOKENS:
             self.due = True  # a later batch may have more
             return
+        if batch is not None and tokens is not None:
+            batch = with_required_positions(self.model, batch)
         device = next(self.model.parameters()).device
         if batch is not None and device.type != "cpu":  # on a CPU they may be offloaded
             # a training loop may move the batch to the device later

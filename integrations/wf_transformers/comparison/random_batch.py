@@ -83,15 +83,21 @@ def _tokens(
     pools = labelled and head_is_over_all_rows(model)  # takes the last token, even if it is masked
     if needs_padding and _takes(model, "attention_mask"):
         batch["attention_mask"] = torch.ones_like(ids) if pools else _padding(model, ids, sp)
-    parameters = inspect.signature(model.forward).parameters
-    if "position_ids" in parameters and parameters["position_ids"].default is inspect._empty:
-        batch["position_ids"] = prepare_batch(batch, multiple=1)["position_ids"]
-    if "decoder_input_ids" in parameters and _takes(model, "input_ids"):
+    batch = with_required_positions(model, batch)
+    if "decoder_input_ids" in parameter_names(model) and _takes(model, "input_ids"):
         batch["decoder_input_ids"] = ids.flip(1)  # T5 makes none from input_ids alone
     if labelled and _takes(model, "labels") and head_of(model) != "other":
         mask = batch.get("attention_mask", torch.ones_like(ids))
         batch["labels"] = ids.masked_fill(mask == 0, -100)
     return batch
+
+
+def with_required_positions(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch, with "position_ids" if it has none and the model cannot be called without."""
+    parameter = inspect.signature(model.forward).parameters.get("position_ids")
+    if parameter is None or parameter.default is not inspect._empty or "position_ids" in batch:
+        return batch
+    return {**batch, "position_ids": prepare_batch(batch, multiple=1)["position_ids"]}
 
 
 def short_seqlen(sp: SequenceParallel) -> int:
