@@ -31,6 +31,8 @@ ENCODERS = (
     "vjepa2-4",
     "wav2vec2_padded-4",
 )
+SIMILAR = "mistral3|vip|ovis2|glm46v|gemma4|idefics2|deepseek|lighton|paddleocr|lfm2_vl"
+"""Models of media that take these as another one does."""
 COPIED = ("llama", "bert", "opt", "gpt_neo", "olmoe", "modernbert")
 MODELS = ("gpt2", "pp_opt", "llama_classes", "hybrid_zero1", "resumed_4_to_2")
 
@@ -101,7 +103,7 @@ LONG: dict[str, str] = {
     r"family.*(phimoe|olmoe|moe|gptj|gpt_neo|codegen|nemotron|stablelm|n_grouped|e_window)-3|"
     r"on_the_left.*\[(mixtral|opt|llama)",
     "tests/integrations/test_generation_media.py": r"2-zigzag|4-contiguous-full|"
-    r"process\[(qwen2_vl|aya_v|llava_next|pixtral|mistral3|smolvlm|vipl|got_|ovis2|glm46v|gemma4)",
+    rf"process\[({SIMILAR}|qwen2_vl|aya_v|llava_next|pixtral|smolvlm|got_)",
     "tests/integrations/test_stacks.py": rf"{TWO}|\[(mbart|mt5|umt5)|"
     r"\[(bart|t5|clip_mask_of_ones)(-4)?\]",
     "tests/integrations/test_encoders.py": rf"gradients_are_exact{all_but(*ENCODERS)}|"
@@ -109,7 +111,7 @@ LONG: dict[str, str] = {
     "tests/integrations/test_mixers.py": rf"{TWO}|document\[.*-contiguous|copy.*(jamba|zamba)\]|"
     r"(exact|document)\[zamba-",
     "tests/integrations/test_heads.py": r"are_exact\[2-",
-    "tests/integrations/test_media.py": r"\[(mistral|intern|voxt|vip|ovis|glm46|gemma4)(?!\w*-4-z)|"
+    "tests/integrations/test_media.py": rf"\[({SIMILAR}|internvl|voxtral)(?!\w*-4-z)|"
     r"exact\[\w+-[12]-contiguous|its_tokens\[(qwen2_vl|llava)|images_are_exact.*-4-contiguous|"
     r"recomputed.*\[(?!gemma3|llava\]|qwen2_5|idefics3)|batches_are_exact\[\w+-[12]\]|"
     r"images_are_exact\[(?!llava-)\w+-1|batches_are_exact\[(llava_|aya|pixtral|smolvlm|got_)",

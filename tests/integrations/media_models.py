@@ -392,6 +392,112 @@ def gemma4(blocks: bool = False) -> Any:
     return tf.Gemma4ForConditionalGeneration(config)
 
 
+def idefics2() -> Any:
+    """Three tokens for an image of any size."""
+    perceiver = {"resampler_n_latents": 3, "resampler_depth": 2, "resampler_n_heads": 2}
+    perceiver |= {"resampler_head_dim": 8, "num_key_value_heads": 1, "hidden_size": 32}
+    config = tf.Idefics2Config(
+        text_config={"model_type": "mistral", **SMALL, **HEADS, "sliding_window": None},
+        vision_config=OF_4_PATCHES,
+        perceiver_config=perceiver,
+        image_token_id=IMAGE,
+    )
+    return tf.Idefics2ForConditionalGeneration(config)
+
+
+def deepseek_vl() -> Any:
+    vision = {"model_type": "siglip_vision_model", "vision_use_head": False}
+    config = tf.DeepseekVLConfig(
+        text_config={"model_type": "llama", **SMALL, **HEADS},
+        vision_config=vision | CLIP | {"hidden_size": 16, "intermediate_size": 24},
+        image_token_id=IMAGE,
+    )
+    return tf.DeepseekVLForConditionalGeneration(config)
+
+
+def lighton_ocr() -> Any:
+    config = tf.LightOnOcrConfig(
+        text_config={"model_type": "qwen3", **SMALL, **HEADS, "head_dim": 8},
+        vision_config={"model_type": "pixtral", **OF_4_PATCHES},
+        image_token_id=IMAGE,
+        spatial_merge_size=2,
+    )
+    return tf.LightOnOcrForConditionalGeneration(config)
+
+
+def paddleocr_vl() -> Any:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    config = tf.PaddleOCRVLConfig(
+        text_config={**SMALL, **HEADS, "head_dim": 8, "rope_parameters": rope},
+        vision_config=OF_4_PATCHES | {"spatial_merge_size": 2},
+        **TOKENS,
+    )
+    return tf.PaddleOCRVLForConditionalGeneration(config)
+
+
+def lfm2_vl() -> Any:
+    """Its language model has convolutions, too."""
+    vision = {"model_type": "siglip2_vision_model", "vision_use_head": False, "num_patches": 16}
+    text = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+    config = tf.Lfm2VlConfig(
+        text_config={"model_type": "lfm2", **SMALL, **HEADS, **text},
+        vision_config=OF_4_PATCHES | vision,
+        image_token_id=IMAGE,
+        projector_hidden_size=16,
+    )
+    return tf.Lfm2VlForConditionalGeneration(config)
+
+
+def phi4_multimodal() -> Any:
+    """Its encoder of sounds has convolutions."""
+    audio = {"hidden_size": 16, "intermediate_size": 24, "num_blocks": 2, "input_size": 16}
+    audio |= {"num_attention_heads": 2, "nemo_conv_channels": 8, "ext_pw_out_channel": 16}
+    vision = {**OF_4_PATCHES, "image_token_id": IMAGE, "crop_size": 8}
+    config = tf.Phi4MultimodalConfig(
+        **SMALL,
+        **HEADS,
+        vision_config=vision,
+        audio_config=audio | {"depthwise_separable_out_channel": 16, "audio_token_id": AUDIO},
+        pad_token_id=0,
+    )
+    return tf.Phi4MultimodalForCausalLM(config)
+
+
+def aria() -> Any:
+    """Its projector has torch's own attention."""
+    config = tf.AriaConfig(
+        vision_config={"model_type": "idefics3_vision", **OF_4_PATCHES},
+        text_config={"model_type": "aria_text", **SMALL, **HEADS, "moe_num_experts": 4},
+        image_token_index=IMAGE,
+        projector_patch_to_query_dict={16: 4},
+    )
+    config.text_config._experts_implementation = "eager"
+    return tf.AriaForConditionalGeneration(config)
+
+
+OF_4_PATCHES = {**CLIP, "patch_size": 2, "hidden_size": 16, "intermediate_size": 24}
+
+
+def minicpm_v() -> Any:
+    """Its language model has recurrences, and makes a cache unless it is told not to."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    text = {**SMALL, **HEADS, **DELTA, "rope_parameters": rope}
+    config = tf.MiniCPMV4_6Config(
+        text_config={"model_type": "qwen3_5_text", **text},
+        vision_config={**OF_4_PATCHES, "image_size": 16},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+    )
+    return tf.MiniCPMV4_6ForConditionalGeneration(config)
+
+
+TEXT_ALONE = {"phi4_multimodal": phi4_multimodal, "aria": aria}
+if hasattr(tf, "MiniCPMV4_6Config"):
+    TEXT_ALONE["minicpm_v"] = minicpm_v
+MODELS["idefics2"] = idefics2
+if hasattr(tf, "Qwen3VLConfig"):  # transformers 5
+    MODELS |= {"deepseek_vl": deepseek_vl, "lighton_ocr": lighton_ocr, "lfm2_vl": lfm2_vl}
+    MODELS["paddleocr_vl"] = paddleocr_vl
 if hasattr(tf, "Gemma4Config"):
     MODELS |= {"gemma4": gemma4, "gemma4_blocks": partial(gemma4, blocks=True)}
 if hasattr(tf, "Qwen3VLConfig"):  # transformers 5
@@ -408,7 +514,7 @@ def build(family: str) -> Any:
     """A float64 model in training mode, every parameter of it random."""
     with BUILD_LOCK:
         torch.manual_seed(1)
-        model = MODELS[family]()
+        model = (MODELS | TEXT_ALONE)[family]()
         for parameter in model.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
         return model.double().train()
@@ -519,6 +625,26 @@ def idefics3_batch() -> dict[str, Any]:
     return batch | {"pixel_values": pixels, "pixel_attention_mask": seen}
 
 
+def idefics2_batch() -> dict[str, Any]:
+    """As of Idefics 3, with three tokens for each image."""
+    samples = [[3, *([*[IMAGE] * 3, 7] * 3)], [4, *[IMAGE] * 3, 7]]
+    return idefics3_batch() | padded(samples)
+
+
+def lfm2_vl_batch() -> dict[str, Any]:
+    """Two samples, of 3 and 1 images, with 4, 2, 2 and 2 tokens."""
+    shapes = torch.tensor([(4, 4), (2, 4), (4, 2), (2, 4)])
+    seen = (torch.arange(16) < shapes.prod(dim=1)[:, None]).long()
+    media = {"pixel_values": random_normal(4, 16, 12), "pixel_attention_mask": seen}
+    samples = [[3, *[IMAGE] * 4, 7, *[IMAGE] * 2, 8, *[IMAGE] * 2], [4, *[IMAGE] * 2]]
+    return media | {"spatial_shapes": shapes} | padded(samples)
+
+
+def paddleocr_vl_batch() -> dict[str, Any]:
+    pixels = random_normal(sum(map(num_patches, GRIDS)), 3, 2, 2)
+    return qwen_batch() | {"pixel_values": pixels}
+
+
 def gemma3_batch() -> dict[str, Any]:
     """Types say where images are."""
     batch = llava_batch()
@@ -623,6 +749,8 @@ BATCHES |= {"gemma3": gemma3_batch, "paligemma": paligemma_batch}
 BATCHES |= {"qwen2_audio": qwen2_audio_batch}
 BATCHES |= {"vipllava": llava_batch, "ovis2": llava_batch, "got_ocr2": got_ocr2_batch}
 BATCHES |= {"llava_next_video": next_video_batch, "glm46v": qwen_batch}
+BATCHES |= {"idefics2": idefics2_batch, "deepseek_vl": llava_batch, "lfm2_vl": lfm2_vl_batch}
+BATCHES |= {"lighton_ocr": mistral3_batch, "paddleocr_vl": paddleocr_vl_batch}
 BATCHES |= {"gemma4": gemma4_batch, "gemma4_blocks": gemma4_batch}
 BATCHES["qwen2_5_omni"] = lambda: omni_batch((16, 12, 8), (4, 3, 2))
 BATCHES["qwen3_omni"] = lambda: omni_batch((112, 104, 100), (15, 14, 13))

@@ -26,6 +26,7 @@ from tests.integrations.media_models import (  # noqa: E402
     GRIDS,
     IMAGE,
     MODELS,
+    TEXT_ALONE,
     VIDEO,
     build,
     images_of_one_tile_batch,
@@ -173,7 +174,7 @@ def test_a_prefix_longer_than_a_window_is_refused() -> None:
     run_threads(2, rank)
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", [*MODELS, *TEXT_ALONE])
 def test_text_alone_is_exact(family: str) -> None:
     ids = qwen_batch()["input_ids"].clamp(max=9)  # no token of an image
     assert_exact(family, 2, {"input_ids": ids, "labels": ids})
@@ -348,6 +349,20 @@ def test_media_that_a_model_of_the_table_does_not_take_are_refused_by_name(
             if cut:
                 wf_transformers.shard_media(model, sp, inputs | sounds)
             model(**wf_transformers.forward_kwargs(model, local), **sounds)
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("phi4_multimodal", "image_pixel_values"), ("aria", "pixel_values")]
+)
+def test_media_of_models_of_text_alone_are_refused_by_name(family: str, name: str) -> None:
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), build(family)
+        wf_transformers.attach_model(model, sp)
+        local = wf_transformers.shard_media(model, sp, {"input_ids": torch.full((1, 8), 9)})
+        with pytest.raises(NotImplementedError, match=f"was called with {name} beside"):
+            model(**wf_transformers.forward_kwargs(model, local), **{name: torch.ones(1, 3, 8, 8)})
 
     run_threads(2, rank)
 

@@ -18,6 +18,7 @@ from wf_transformers.models import transformers_class
 Sizes = tuple[list[int], list[int]]
 Count = Callable[[Any, Mapping[str, Tensor], int], Sizes]
 NUMBERS = "batch_num_images"  # of samples: with more than 1, LLaVA-OneVision takes one tile of each
+SHAPES = "spatial_shapes"
 SOUND_MASK, FRAME_NUMBERS = "input_features_mask", "num_frames_per_video"
 FRAMES, LENGTHS = "feature_attention_mask", "_get_feat_extract_output_lengths"
 MERGED = "spatial_merge_size"  # of configs: the side in patches of what becomes one feature
@@ -70,6 +71,12 @@ def by_pixels(model: Any, media: Mapping[str, Tensor], tokens: int) -> Sizes:
         return equal("pixel_values")(model, media, tokens)
     side = model.config.vision_config.patch_size * getattr(model.config, MERGED, 1)
     features = (media["image_sizes"] // side).prod(dim=1).tolist()
+    return [1] * len(features), features
+
+
+def by_shapes(model: Any, media: Mapping[str, Tensor], _: int) -> Sizes:
+    """spatial_shapes (images, 2) in patches."""
+    features = (media[SHAPES] // model.config.downsample_factor).prod(dim=1).tolist()
     return [1] * len(features), features
 
 

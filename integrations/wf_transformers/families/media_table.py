@@ -19,6 +19,7 @@ from wf_transformers.families.media_counts import (
     FRAME_NUMBERS,
     FRAMES,
     NUMBERS,
+    SHAPES,
     SOUND_MASK,
     Count,
     by_fourth,
@@ -26,6 +27,7 @@ from wf_transformers.families.media_counts import (
     by_grid,
     by_pixels,
     by_positions,
+    by_shapes,
     equal,
     merging_model,
     packed,
@@ -121,10 +123,12 @@ ONEVISION = Media((PACKED, CLIPS) if HAS_INNER else (PACKED,), TOWER)
 """In transformers 4 the method for videos gives no features."""
 PADDED = replace(TILES, others=("pixel_attention_mask",), by_sample=True)
 IDEFICS = Media((PADDED,), ("vision_model", "connector"))
+SHAPED = Modality("pixel_values", IMAGE, ENCODE_IMAGES, by_shapes, (SHAPES, "pixel_attention_mask"))
 SOUNDS = Modality("input_features", AUDIO, ENCODE_SOUNDS, equal("input_features"))
 LISTENED = Modality("input_features", AUDIO, MERGE_SOUNDS, by_frames, (FRAMES,))
 HEARD = replace(LISTENED, features=ENCODE_SOUNDS)
 OMNI = Media((HEARD, IMAGES, VIDEOS), ("audio_tower", "visual"), rope=True)
+LIGHT_ON = Media((PICTURES,), ("vision_encoder", "vision_projection"))
 POSED = "image_position_ids", "video_position_ids", FRAME_NUMBERS
 GEMMA4 = Media(
     (
@@ -164,10 +168,19 @@ TABLE: Mapping[str, Media] = MappingProxyType(
         "VipLlavaForConditionalGeneration": TILED,
         "AyaVisionForConditionalGeneration": TILED,
         "Cohere2VisionForConditionalGeneration": TILED,
+        "DeepseekVLForConditionalGeneration": Media((TILES,), ("vision_model", "aligner")),
+        "LightOnOcrForConditionalGeneration": LIGHT_ON,
+        "PaddleOCRVLForConditionalGeneration": Media((IMAGES,), ("visual", "projector"), rope=True),
+        "Lfm2VlForConditionalGeneration": Media((SHAPED,), TOWER),
+        "Idefics2ForConditionalGeneration": IDEFICS,
         "Idefics3ForConditionalGeneration": IDEFICS,
         "SmolVLMForConditionalGeneration": IDEFICS,
         "Qwen2AudioForConditionalGeneration": Media((LISTENED,), AUDIO_TOWER),
         "VoxtralForConditionalGeneration": Media((SOUNDS,), AUDIO_TOWER),
+        # Text alone
+        "AriaForConditionalGeneration": Media((), TOWER),
+        "MiniCPMV4_6ForConditionalGeneration": Media((), ("vision_tower", "merger")),
+        "Phi4MultimodalForCausalLM": Media((), ("embed_tokens_extend",)),
     }
     # In transformers 4 its prefix is all of a call without labels
     | ({"PaliGemmaForConditionalGeneration": Media((TILES,), TOWER, prefix)} if HAS_INNER else {})

@@ -28,6 +28,7 @@ from wf_backends.parallel import ChannelExchange
 from wf_backends.schedule import SLICE_ARGUMENTS
 from wf_transformers.attention.function import Attention
 from wf_transformers.calls import CACHES, ON_ONE_PROCESS, Kwargs
+from wf_transformers.families.media_table import media_modules
 from wf_transformers.families.mixers import MIXERS
 from wf_transformers.families.shares import Mixer, Share
 from wf_transformers.families.stacks import stacks_of
@@ -88,6 +89,8 @@ def _is_exempt(model: nn.Module, name: str) -> bool:
     """Whether a module is inside one that cuts what it mixes, or that takes images or sounds or has
     stacks: these are cut after the layers that mix them, and whole before a head that does."""
     parts = name.split(".")
+    if not media_modules(model).isdisjoint(parts):
+        return True
     ancestors = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
     return any(
         hasattr(ancestor, RECEIVER)
