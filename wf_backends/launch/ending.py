@@ -96,7 +96,8 @@ def _write_error(board: Board, rank: int, error: BaseException | None) -> None:
 def _report_errors(board: Board, rank: int, size: int) -> None:
     """Wait for a report by another rank, but not if all have failed; if none comes, report.
 
-    The lowest rank that failed reports, unless all failed by the same error.
+    The lowest rank that failed reports, unless all failed by the same error, or some by one that
+    is no RuntimeError: torch's own errors of a wait name no rank.
 
     Args:
         rank, size: this rank and the number of ranks of the job.
@@ -110,7 +111,9 @@ def _report_errors(board: Board, rank: int, size: int) -> None:
             if peer not in notes and (note := board.read("fault", peer)):
                 notes[peer] = note
         time.sleep(POLL_S)
-    if notes and rank == min(notes) and len({note.get("ended") for note in notes.values()}) > 1:
+    differ = len({note.get("ended") for note in notes.values()}) > 1
+    silent_peer = len(notes) < size and isinstance(sys.last_value, RuntimeError)
+    if notes and rank == min(notes) and (differ or silent_peer):
         board.report(fault_report(range(size), notes))
 
 
