@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from wf_backends.launch import connecting
+from wf_backends.launch import connecting, rendezvous
 from wf_backends.launch.environment import JobProcess
 
 
@@ -54,3 +54,20 @@ def test_the_error_of_a_rank_that_could_not_connect_ends_the_wait_of_those_that_
     store.set(connecting.END, "Connection closed by peer")
     message = error_of_connecting(monkeypatch, store)
     assert message.endswith("ranks [1] did not, or have ended: Connection closed by peer")
+
+
+class StoppedStore(dist.HashStore):
+    """That of a rank 0 which was stopped: a TCPStore waits for its answers without end."""
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(60)
+        return False
+
+
+def test_a_rank_0_that_was_stopped_with_its_store_is_named(monkeypatch: pytest.MonkeyPatch):
+    start = time.monotonic()
+    message = error_of_connecting(monkeypatch, StoppedStore(), fail_to_connect)
+    assert "ranks [0] did not, or have ended" in message
+    monkeypatch.setattr(rendezvous, "GRACE_S", 0.1)
+    assert rendezvous._late_ranks(StoppedStore(), ["host of 0", "host of 1"]) == [0]
+    assert time.monotonic() - start < 20

@@ -33,17 +33,17 @@ def connect(
         [f"{what} {rank}" for rank in range(process.world_size)] for what in ("tried", "leaving")
     )
 
-    def wait(keys: list[str]) -> None:
-        longest = timeout + GRACE_S
-        in_time(lambda: store.wait(keys, timedelta(seconds=longest)), longest + GRACE_S)
+    def wait(keys: list[str]) -> str:
+        """The value of the first key, when all are there."""
+        longest, limit = timedelta(seconds=timeout + GRACE_S), timeout + 2 * GRACE_S
+        return in_time(lambda: store.wait(keys, longest) or store.get(keys[0]), limit).decode()
 
     try:
         in_time(lambda: _make_group(backend, store, process, device, timeout), timeout + 1)
         store.set(tried[process.rank], "")
-        if store.add("connected", 1) == process.world_size:
+        if in_time(lambda: store.add("connected", 1), GRACE_S) == process.world_size:
             store.set(END, "")
-        wait([END])
-        if first_error := store.get(END).decode():
+        if first_error := wait([END]):
             raise RuntimeError(first_error)
         store.set(leaving[process.rank], "")
         if process.rank == 0:
@@ -73,11 +73,15 @@ def _make_group(
 
 def _silent(store: Store, tried: list[str], rank: int, error: RuntimeError) -> list[int]:
     """The ranks of which nothing is known after this one has told its error; [0] if its store has
-    ended."""
-    try:
+    ended or does not answer."""
+
+    def look() -> list[int]:
         store.set(tried[rank], "")
         store.set(END, str(error))
         time.sleep(LAST_ERRORS_S)
         return [rank for rank, key in enumerate(tried) if not store.check([key])]
+
+    try:
+        return in_time(look, LAST_ERRORS_S + GRACE_S)
     except RuntimeError:
         return [0]

@@ -139,10 +139,13 @@ def meet(store: Store, process: JobProcess, timeout: float) -> tuple[Store, JobP
     store = PrefixStore("wallfacer", store)
     join = _call_ranks if process.rank == 0 else _join_rank_0
     try:
-        store = in_time(lambda: join(store, process, keys, timeout), timeout + GRACE_S)
-        restart, smallest, largest = map(int, store.get(MET).decode().split()[:3])
+        part = in_time(lambda: join(store, process, keys, timeout), timeout + GRACE_S)
+        met = in_time(lambda: part.get(MET).decode(), GRACE_S)
+        restart, smallest, largest = map(int, met.split()[:3])
         if process.local_rank is None or process.local_size is None:  # P keys on each of P ranks
-            hosts = [store.get(key).decode().split(" ", 3)[3] for key in keys]
+            hosts = in_time(
+                lambda: [part.get(key).decode().split(" ", 3)[3] for key in keys], timeout
+            )
             process = with_local(process, hosts)
     except dist.DistStoreError as error:
         late = _late_ranks(store, keys)
@@ -155,30 +158,27 @@ def meet(store: Store, process: JobProcess, timeout: float) -> tuple[Store, JobP
     except RuntimeError as error:
         raise RuntimeError(
             f"{me} waited for all ranks, and rank 0, which holds the store at "
-            f"{process.address}:{process.port}, has ended: {error}"
+            f"{process.address}:{process.port}, has ended or is stopped: {error}"
         ) from error
     if smallest != largest:
         raise ValueError(
             f"{me}: other ranks have another WORLD_SIZE, it is {smallest} to {largest}: set the "
             "same on all ranks"
         )
-    return store, replace(process, restart=restart)
+    return part, replace(process, restart=restart)
 
 
 def _late_ranks(store: Store, keys: list[str]) -> list[int]:
-    """The ranks that have not come; [0] if none is missing, or rank 0 has ended with its store."""
-    try:
-        if store.check([ATTEMPT]):
-            return _missing(_part(store, store.get(ATTEMPT).decode()), keys)
-    except RuntimeError:
-        pass
-    return [0]
+    """The ranks that have not come; [0] if none is missing, or rank 0 has ended or is stopped."""
 
+    def look() -> list[int]:
+        if not store.check([ATTEMPT]):
+            return [0]
+        part = _part(store, store.get(ATTEMPT).decode())
+        return [rank for rank, key in enumerate(keys) if not part.check([key])] or [0]
 
-def _missing(store: Store, keys: list[str]) -> list[int]:
-    """The ranks whose keys are not in the store; [0] if all are, or the store has ended."""
     try:
-        return [rank for rank, key in enumerate(keys) if not store.check([key])] or [0]
+        return in_time(look, GRACE_S)
     except RuntimeError:
         return [0]
 
