@@ -98,6 +98,31 @@ def test_new_lengths_are_planned_under_torch_compile(dynamic: bool | None) -> No
         assert_equal_outputs(model, compiled, torch.randn(1, rows, 16))
 
 
+class WithAutocast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = x + 1
+        return attention(x)
+
+
+@pytest.mark.parametrize("model", [Attention(), WithAutocast()])
+def test_planned_lengths_are_compiled_once_as_one_graph(model: nn.Module) -> None:
+    """Also for other tensors: no guard holds their ids."""
+    chunked = chunk(model, torch.randn(SIZE))
+    compiled = torch.compile(chunked, fullgraph=True, backend="eager")
+    assert_equal_outputs(model, compiled, torch.randn(SIZE))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert_equal_outputs(model, compiled, torch.randn(SIZE))
+
+
+def test_planned_lengths_are_exported() -> None:
+    model = Attention()
+    chunked, inputs = chunk(model, torch.randn(SIZE)), (torch.randn(SIZE),)
+    with torch.no_grad():
+        exported = torch.export.export(chunked, inputs, strict=True).module()
+    assert_equal_outputs(model, exported, torch.randn(SIZE))
+
+
 class Multiplies(nn.Module):
     def forward(self, x: Tensor, factor: float) -> tuple[Tensor, Tensor, float]:
         return attention(x), torch.ones(1, dtype=torch.long) * factor, factor

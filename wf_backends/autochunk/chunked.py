@@ -223,8 +223,8 @@ def _input_form(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
     """What a graph depends on besides the model: the tensors' layouts, which of them are the same
     object, the values of all other inputs, and the state of autocast."""
     described = tuple(layout(x) if isinstance(x, torch.Tensor) else _value(x) for x in leaves)
-    first = dict[int, int]()  # index of each tensor by its id
-    same = tuple(first.setdefault(id(x), i) for i, x in enumerate(leaves) if torch.is_tensor(x))
+    tensors = [x for x in leaves if torch.is_tensor(x)]
+    same = tuple([x is y for y in tensors].index(True) for x in tensors)  # no ids: torch.compile
     autocast = tuple(
         (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in ("cpu", "cuda")

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import fx
+from torch import fx, nn
 
 from wf_backends.autochunk.graph import (
     Effect,
@@ -43,7 +43,7 @@ def lower(graph: fx.Graph, windows: Sequence[tuple[Window, Region]], effects: Ef
     lowered = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     lowered.output(lowered.graph_copy(graph, copies))
-    modules = {str(node.target): submodule(node) for node in graph.find_nodes(op="get_attr")}
+    modules = {str(node.target): _traceable(node) for node in graph.find_nodes(op="get_attr")}
     bodies = Bodies(effects)
     by_key: dict[str, tuple[ChunkedRegion, Effect]] = {}
     for window, region in windows:
@@ -59,6 +59,13 @@ def lower(graph: fx.Graph, windows: Sequence[tuple[Window, Region]], effects: Ef
     steps = read_steps(module.graph, effects)
     paths = [module_path(step.node) for step in steps.steps]
     return Lowered(module, tuple(zip(paths, steps.peaks, strict=True)))
+
+
+def _traceable(node: fx.Node) -> nn.Module:
+    """The module that a node names. torch.export's are compiled at their first call, which
+    torch.compile cannot trace."""
+    module = submodule(node)
+    return fx.GraphModule(module, module.graph) if isinstance(module, fx.GraphModule) else module
 
 
 def _replace(

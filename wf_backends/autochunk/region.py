@@ -7,7 +7,7 @@ on the same shapes share one body.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import lcm
@@ -22,6 +22,7 @@ ROW_MULTIPLE, ROW_MULTIPLE_ON_CUDA = 16, 128  # of long slices, see `slice_lengt
 
 RowRange = tuple[int, int]  # rows [lo, hi)
 Cut = tuple[int, int, int]  # (dim, lo, hi): rows [lo, hi) of a dimension
+Write = tuple[torch.Tensor, Cut, torch.Tensor]  # of a slice to rows of an output
 
 
 @dataclass(frozen=True)
@@ -173,22 +174,34 @@ class ChunkedRegion(nn.Module):
         ]
         if self.overwritten_index is not None:
             outputs.append(inputs[self.overwritten_index])
-        late: list[tuple[torch.Tensor, torch.Tensor]] = []
+        late: list[Write] = []
         for iteration in self.iterations:
             slices = (_narrow(x, cut) for x, cut in zip(inputs, iteration.inputs, strict=True))
             results = iteration.body(*slices)
-            places = map(_narrow, outputs, iteration.outputs)
-            writes = [*late, *zip(places, results, strict=True)]
+            writes = [*late, *zip(outputs, iteration.outputs, results, strict=True)]
             late = [writes.pop()] if self.is_late else []
-            _write(writes)
+            _write(writes, results)
             del results, writes  # frees a slice's results before the next slice begins
-        _write(late)
+        _write(late, [])
         return outputs
 
 
-def _write(writes: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for place, result in writes:
-        place.copy_(result)
+def _write(writes: Iterable[Write], computed: list[torch.Tensor]) -> None:
+    """Writes slices, after `computed` has read what they overwrite."""
+    for output, (dim, lo, hi), rows in writes:
+        if torch.compiler.is_compiling():
+            _write_rows(output, dim, lo, rows, computed)
+        else:
+            output.narrow(dim, lo, hi - lo).copy_(rows)
+
+
+@torch.library.custom_op("wallfacer::write_rows", mutates_args=("output",))
+def _write_rows(
+    output: torch.Tensor, dim: int, lo: int, rows: torch.Tensor, computed: Sequence[torch.Tensor]
+) -> None:
+    """For inductor: copies that it can see it moves behind the last slice, so that all slices are
+    alive, and a slice that nothing needs yet (`computed`) behind the write to its input."""
+    output.narrow(dim, lo, rows.shape[dim]).copy_(rows)
 
 
 def _iteration(flow: Flow, rows: RowsByValue, bodies: Bodies) -> Iteration:
