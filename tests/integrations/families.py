@@ -51,6 +51,16 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB,
 }
+GEMMA3N = {
+    **{k: x for k, x in GEMMA4.items() if k != "global_head_dim"},
+    "intermediate_size": [48] * 4,
+    "num_kv_shared_layers": 2,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    "laurel_rank": 4,
+    "vocab_size": VOCAB + 1,
+    "vocab_size_per_layer_input": VOCAB + 1,
+    "pad_token_id": VOCAB,  # whose embedding of zeros has gradients of NaN
+}
 MLA = {
     "q_lora_rank": 16,
     "kv_lora_rank": 12,
@@ -119,6 +129,7 @@ FAMILIES = {
         reference="eager",
     ),
     "gemma3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", {**LLAMA, **GEMMA}),
+    "gemma3n": Family("Gemma3nForCausalLM", "Gemma3nTextConfig", GEMMA3N),
     "gemma4": Family("Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA4),
     "gemma4_shared_keys": Family(
         "Gemma4ForCausalLM",
