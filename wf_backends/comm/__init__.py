@@ -16,13 +16,7 @@ from wf_backends.comm.exchanges import (
 )
 from wf_backends.comm.faults import LEFT, LOG_FOLDER, Board, Note, fault_report, in_time, job_board
 from wf_backends.comm.mpi import MpiComm
-from wf_backends.comm.process_group import (
-    GroupComm,
-    as_timeout,
-    close_connections,
-    own_group,
-    timeout_of,
-)
+from wf_backends.comm.process_group import GroupComm, as_timeout, end_waits, own_group, timeout_of
 from wf_backends.comm.protocol import (
     DEFAULT_TIMEOUT_S,
     NO_PASS,
@@ -52,10 +46,10 @@ __all__ = [
     "World",
     "all_to_all",
     "as_timeout",
-    "close_connections",
     "fingerprint",
     "gather_small",
     "gather_texts",
+    "end_waits",
     "fault_report",
     "in_time",
     "job_board",

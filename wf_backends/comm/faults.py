@@ -160,7 +160,8 @@ def report(
     with deferred_termination() as termination:
         while len(notes) < len(ranks) and not (is_last_look or board.gone):
             is_last_look = termination.requested or time.monotonic() > deadline
-            time.sleep(0 if is_last_look else PAUSE_S)
+            if not is_last_look:
+                time.sleep(PAUSE_S)
             if board.reported:
                 return
             for rank in ranks:

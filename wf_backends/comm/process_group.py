@@ -51,7 +51,7 @@ def own_group(timeout: float | None = None) -> dist.ProcessGroup | None:
     return group
 
 
-def close_connections(group: dist.ProcessGroup) -> None:
+def end_waits(group: dist.ProcessGroup) -> None:
     """End all waits in a group of gloo, on all ranks, by an error: a receive that times out."""
     for peer in {*range(group.size())} - {group.rank()}:
         with suppress(RuntimeError):
@@ -94,7 +94,7 @@ class GroupComm(ProcessComm):
     def break_off(self, verdict: str) -> None:
         """See ProcessComm.break_off."""
         super().break_off(verdict)
-        close_connections(self.group)
+        end_waits(self.group)
 
     def carries(self, device: torch.device) -> bool:
         """See Communicator.carries. Gloo sends only CPU tensors without a copy."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from wf_backends.comm import LEFT, Board, Note, close_connections, fault_report, job_board
+from wf_backends.comm import LEFT, Board, Note, end_waits, fault_report, job_board
 
 SETTLE_S = 0.05  # for torch's threads at the end of Python
 PEER_ERRORS_S = 3.0  # that a failed rank waits for its peers' errors before it ends
@@ -120,6 +120,6 @@ def _report_errors(board: Board, rank: int, size: int) -> None:
 def _close_connections() -> None:
     if dist.is_initialized():
         for group in dist.distributed_c10d._world.pg_map:
-            close_connections(group)
+            end_waits(group)
         if "nccl" not in dist.get_backend_config():
             dist.destroy_process_group()
