@@ -96,8 +96,8 @@ def _write_error(board: Board, rank: int, error: BaseException | None) -> None:
 def _report_errors(board: Board, rank: int, size: int) -> None:
     """Wait for a report by another rank, but not if all have failed; if none comes, report.
 
-    The lowest rank that failed reports, unless all failed by the same error, or some by one that
-    is no RuntimeError: torch's own errors of a wait name no rank.
+    The lowest rank that failed reports if the errors differ, or if a rank has told none and this
+    one's is a RuntimeError: those of torch's own waits name no rank.
 
     Args:
         rank, size: this rank and the number of ranks of the job.
