@@ -87,15 +87,25 @@ def test_threads_plan_one_after_another_and_leave_the_process_as_it_was() -> Non
     assert (sys.stdout, torch.compiler.is_compiling) == before
 
 
+@pytest.fixture
+def fresh_compiler() -> None:
+    """All chunked models have the code of one forward, and torch counts what it compiled of it."""
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_new_lengths_are_planned_under_torch_compile(dynamic: bool | None) -> None:
+def test_new_lengths_are_planned_once_under_torch_compile(dynamic: bool | None) -> None:
     """The compiler does not trace the planning itself, with sizes that are symbols."""
     model = nn.Sequential(Attention(), nn.Linear(16, 16))
-    compiled = torch.compile(
-        chunk(model, torch.randn(1, 256, 16)), dynamic=dynamic, backend="eager"
-    )
+    chunked = chunk(model, torch.randn(1, 256, 16))
+    compiled = torch.compile(chunked, dynamic=dynamic, backend="eager")
     for rows in (256, 240):
         assert_equal_outputs(model, compiled, torch.randn(1, rows, 16))
+    plan = chunked.plan
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert_equal_outputs(model, compiled, torch.randn(1, 240, 16))
+    assert chunked.plan is plan
 
 
 class WithAutocast(nn.Module):
@@ -105,6 +115,7 @@ class WithAutocast(nn.Module):
         return attention(x)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("model", [Attention(), WithAutocast()])
 def test_planned_lengths_are_compiled_once_as_one_graph(model: nn.Module) -> None:
     """Also for other tensors: no guard holds their ids."""
@@ -115,6 +126,7 @@ def test_planned_lengths_are_compiled_once_as_one_graph(model: nn.Module) -> Non
         assert_equal_outputs(model, compiled, torch.randn(SIZE))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_planned_lengths_are_exported() -> None:
     model = Attention()
     chunked, inputs = chunk(model, torch.randn(SIZE)), (torch.randn(SIZE),)

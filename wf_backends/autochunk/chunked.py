@@ -167,7 +167,11 @@ class ChunkedForward:
         """Captures and plans the forward for inputs of this form; `args` and `kwargs` are bound."""
         model = self._whole(chunked)
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        form = _input_form(leaves, spec)
         with planning_lock():
+            known = self._planned.get(form)  # by another thread, or since torch.compile looked
+            if known is not None and known.captured.read_weights() is not None:
+                return known
             if self._plan is not None and not self._elements:  # the inputs given to `autochunk`
                 planned = use_plan(model, args, kwargs, self._plan)
             else:
@@ -176,7 +180,7 @@ class ChunkedForward:
             self._budget = self._budget.in_bytes(planned.plan.peak_before)
             while len(self._planned) >= MAX_PLANS:
                 del self._planned[next(iter(self._planned))]  # the oldest one
-            self._planned[_input_form(leaves, spec)] = planned
+            self._planned[form] = planned
         self._elements = max(self._elements, _elements(leaves))
         chunked.plan = planned.plan
         return planned

@@ -115,9 +115,10 @@ def init(
     timeout = DEFAULT_TIMEOUT_S if timeout is None else timeout
     log_folder = log_folder or default_log_folder(os.environ)
     log_path = str(Path(log_folder).resolve()) if log_folder else None
+    if dist.is_initialized():  # Lightning, at the end of a fit, deletes WORLD_SIZE
+        group = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+        return _describe(_process_by_mpi(detect({**group, **os.environ})))
     process = _process_by_mpi(detect(os.environ))
-    if dist.is_initialized():
-        return _describe(process)
     _warn_of_another_rank(os.environ, process)
     process = _open_group(backend, process, timeout)
     launch = replace(_describe(process), _exported=_export(process))
