@@ -121,6 +121,9 @@ def test_planned_lengths_are_compiled_once_as_one_graph(model: nn.Module) -> Non
     """Also for other tensors: no guard holds their ids."""
     chunked = chunk(model, torch.randn(SIZE))
     compiled = torch.compile(chunked, fullgraph=True, backend="eager")
+    compiled._compile_kwargs = {
+        "fullgraph": True
+    }  # as Lightning does, in a torch.compile of its own
     assert_equal_outputs(model, compiled, torch.randn(SIZE))
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert_equal_outputs(model, compiled, torch.randn(SIZE))

@@ -35,7 +35,7 @@ SMALL_INPUT_RATIO = 16  # inputs this many times smaller than planned ones run u
 MAX_PLANS = 32  # that are kept: a plan and its graph take megabytes, 20 for a Llama of 32 layers
 _PLAIN = (bool, int, float, str, torch.dtype)
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
-_OF_COMPILERS = {"_is_torch_compile", "_compiled_call_impl"}
+_OF_COMPILERS = {"_is_torch_compile", "_compiled_call_impl", "_compile_kwargs"}  # by Lightning
 _NOT_READ = {*_OF_EVERY_MODULE, *_OF_COMPILERS, "forward", "explain"}
 
 
