@@ -46,6 +46,7 @@ def test_explain_shows_the_mask(wallfacer, tmp_path) -> None:
         ([1], [], "must be an object with the keys q_ranges, k_ranges, attn_mask_types, got list"),
         ("[" * 100_000, [], "mask.json is not JSON: maximum recursion depth"),
         ({"q_ranges": []}, [], "got ['q_ranges']"),
+        ('{"q_ranges": [], "q_ranges": []}', [], "key 'q_ranges' is given twice: [] and []"),
         (FRAMES | {"causal": True}, [], "got ['attn_mask_types', 'causal', 'k_ranges', 'q_r"),
         (sliced((0, 9, 0, 9, "casual")), [], "mask.json: attn_mask_types must be of"),
         (sliced((5, 5, 0, 9, "full")), [], "mask.json: q_ranges[0] must be 0 <= start < stop"),

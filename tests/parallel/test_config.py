@@ -151,6 +151,13 @@ def test_to_dict_leaves_out_the_default_placement():
     assert SequenceParallelConfig.from_dict({**CONFIG, "route": route}).to_dict() == CONFIG
 
 
+@pytest.mark.parametrize("form", ("all_gather", {"name": "all_gather", "order": [0]}), ids=str)
+def test_rows_may_be_kept_for_the_same_route_in_another_form(form):
+    options = {"route": {"name": "all_gather"}, "backward_route": form, "keep_gathered": True}
+    config = SequenceParallelConfig(sequence_parallel_size=8, **options)
+    assert config.backward_route == config.route
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     (

@@ -111,7 +111,7 @@ class SequenceParallelConfig:
                 size, degree = self.sequence_parallel_size, self.ulysses_degree
                 self._set(key, checked_route(key, route, size, degree))
         self._check_degrees()
-        self._check_host_size()
+        self._check_backward_route()
         seconds("timeout", self.timeout)
         if self.topology is not None:
             self._check_topology()
@@ -196,11 +196,6 @@ class SequenceParallelConfig:
             raise ValueError(
                 f'keep_gathered must be true, false or "{AUTO}", got {self.keep_gathered!r}'
             )
-        if self.keep_gathered is True and self.backward_route not in (None, self.route):
-            raise ValueError(
-                f"keep_gathered keeps what the forward's route {self.route!r} gathers, which "
-                f"backward_route {self.backward_route!r} has no use for: leave one of them out"
-            )
         positive("kept_layers", self.kept_layers)
         if self.kept_layers > 1 and self.keep_gathered != AUTO:
             raise ValueError(
@@ -251,9 +246,15 @@ class SequenceParallelConfig:
             f"both route {values['route']} and backward_route {values['backward_route']}{apart}"
         )
 
-    def _check_host_size(self) -> None:
-        """Refuse a "host_size" that has no effect in the backward."""
+    def _check_backward_route(self) -> None:
+        """Refuse a route whose backward cannot use what is kept, or its "host_size"."""
         route, moves = self._route_of_backward, cast(str, self.backward_moves)
+        if self.keep_gathered is True and route != self.route:
+            routes = self.to_dict()
+            raise ValueError(
+                f"keep_gathered keeps what the forward's route {routes['route']!r} gathers, which "
+                f"backward_route {routes['backward_route']!r} has no use for: leave one of them out"
+            )
         if AUTO not in (route, moves) and not self.keep_gathered:
             size = self.sequence_parallel_size // self.degrees[0]
             check_host_size(read_placed(cast(Mapping[str, Any], route), size), size, moves)

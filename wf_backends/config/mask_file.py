@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
+from wf_backends._validation import without_duplicates
 from wf_backends.schedule import SLICE_ARGUMENTS, make_mask
 
 
@@ -16,7 +17,7 @@ def read_mask(option: str, path: Path) -> dict[str, Any]:
         ValueError: naming option and file, if it cannot be read, has other keys or is no mask.
     """
     try:
-        content: object = json.loads(path.read_text())
+        content: object = json.loads(path.read_text(), object_pairs_hook=without_duplicates)
     except OSError as error:
         raise ValueError(f"{option} {path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # no JSON, no text, or nested too deep
