@@ -41,10 +41,18 @@ class Scheme:
     def plan_line(self) -> str:
         """The plan on one line."""
         plan = self.plan.choice
-        degree = f"u={plan.split} x " if plan.degree > 1 else ""
+        degree = f"u={head_split(plan)} x " if plan.degree > 1 else ""
         walkers = ", queries walk" if plan.moves == "queries" else ""
         kept = ", kept" if plan.keep else ""
         return f"{degree}{plan.forward} | {plan.backward}{walkers}{kept}"
+
+
+def head_split(choice: Choice) -> str:
+    """The head split of a choice as text."""
+    texts = [str(choice.degree)]
+    texts += [f"{choice.stride} apart"] if choice.stride > 1 else []
+    texts += [f"{choice.chunks} chunks"] if choice.chunks > 1 else []
+    return ", ".join(texts)
 
 
 def named_plan(request: Request, degree: int, moves: str = "keys", **route: Any) -> Plan | None:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from lab_schemes import named_plan, square_mesh
+from lab_schemes import head_split, named_plan, square_mesh
 from measure import table_head, table_row
 
 from wf_backends.cluster.presets import PRESETS
@@ -137,7 +137,7 @@ def describe(plan: Plan) -> str:
     """The text of a plan in a cell."""
     choice = plan.choice
     forward, backward = choice.forward, choice.backward
-    return f"u={choice.split}; {forward}; back: {backward}, {choice.moves} walk"
+    return f"u={head_split(choice)}; {forward}; back: {backward}, {choice.moves} walk"
 
 
 def report() -> str:

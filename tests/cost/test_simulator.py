@@ -50,7 +50,7 @@ def simulated(
 
 
 def total_s(simulator: Simulator) -> float:
-    return simulator.cost(0, 0).seconds
+    return simulator.cost().seconds
 
 
 def test_steps_of_different_ranks_overlap() -> None:
@@ -68,7 +68,7 @@ def test_a_message_starts_when_both_its_ranks_are_ready() -> None:
     topology = plain_cluster(4, 1, 1, latency_s=0.25)
     simulator = simulated(topology, [{}, {0: [(1, BYTES)]}], [[0, 5, 0, 7], [1, 1, 1, 1]])
     assert simulator.now == pytest.approx([6.25, 6.25, 1, 8])
-    assert simulator.cost(0, 0).compute_s == pytest.approx(8)
+    assert simulator.cost().compute_s == pytest.approx(8)
 
 
 @pytest.mark.parametrize(("nics", "expected_s"), ((1, 2), (2, 1)))
@@ -144,7 +144,7 @@ def test_the_occupied_share_of_a_message_is_added_to_the_tiles(
     exchange = {0: [(1, BYTES)], 1: [(0, BYTES)]}
     simulator = simulated(topology, [exchange], [[tiles_s] * 2])
     assert simulator.now == pytest.approx([max(1.0, tiles_s + occupied)] * 2)
-    assert simulator.cost(0, 0).compute_s == tiles_s
+    assert simulator.cost().compute_s == tiles_s
     assert LinkBytes(BYTES).hold_s(topology) == pytest.approx(occupied)  # in closed form
 
 
@@ -197,7 +197,7 @@ def test_in_closed_form_a_rank_is_occupied_by_its_own_messages() -> None:
 
 
 def test_spans_are_those_of_the_rank_that_ends_last() -> None:
-    cost = simulated(plain_cluster(2, 1, 1), [{0: [(1, BYTES)]}], [[0.25, 0.5]]).cost(0, 0)
+    cost = simulated(plain_cluster(2, 1, 1), [{0: [(1, BYTES)]}], [[0.25, 0.5]]).cost()
     spans = {(span.kind, span.start, span.stop) for span in cost.spans}
     assert ("transfer", 0.0, 1.0) in spans and len(spans) == 2
     assert cost.transfer_s == 1.0 and cost.nic_bytes == BYTES

@@ -8,7 +8,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from wf_backends.budget.activations import CHECKPOINTS, Activations, MemoryOptions
+from wf_backends.budget.activations import CHECKPOINTS, MemoryOptions
 from wf_backends.budget.budget import Training
 from wf_backends.budget.states import STAGES
 
@@ -60,7 +60,7 @@ def _choice(
     training: Training, seqlen: int, memory_bytes: float, options: MemoryOptions
 ) -> dict[str, Any]:
     """For one choice of options: activations, and for each stage bytes and the longest sequence."""
-    activations: Activations = training.activations(seqlen, options)
+    activations = training.activations(seqlen, options)
     longest = [training.longest(memory_bytes, stage, options) for stage in STAGES]
     return {
         **asdict(options),

@@ -56,14 +56,14 @@ class States:
         return max(self.backward + activations, self.at_step)
 
 
-def states(model: Decoder, stage: int, ranks: int, buckets: Buckets | None = None) -> States:
+def states(model: Decoder, stage: int, ranks: int, buckets: Buckets) -> States:
     """The model's states under ZeRO, with Adam and float32 master weights.
 
         stage   parameters  gradients  optimizer  step
         0       e p         e p        12 p       (e + 4) p
         1       e p         e p        12 p / N   (2 e + 4) p / N
         2       e p         e p / N    12 p / N   (2 e + 4) p / N
-        3       e p / N     e p / N    12 p / N   (2 e + 4) p / N
+        3       e p / N     e p / N    12 p / N   e p / N + (e + 4) min(p / N, SUB_GROUP_SIZE)
 
     for p parameters of e bytes on N ranks; at stage 0 float32 parameters need no master weights.
 
@@ -72,22 +72,19 @@ def states(model: Decoder, stage: int, ranks: int, buckets: Buckets | None = Non
         ranks: all ranks of the job share the states: for ZeRO the ranks of a sequence-parallel
             group are data parallel, too.
     """
-    itemsize, parameters = model.itemsize, float(model.parameters)
-    buckets, shard = buckets or Buckets(), model.parameters / ranks
+    itemsize, whole, shard = model.itemsize, float(model.parameters), model.parameters / ranks
+    parameters = itemsize * (shard if stage == 3 else whole)
+    gradients = itemsize * (shard if stage >= 2 else whole)
     if stage == 0:
-        upcast = itemsize < FP32_BYTES  # else the parameters are the master weights
-        optimizer = (ADAM_BYTES if upcast else ADAM_BYTES - FP32_BYTES) * parameters
-        fp32_gradients = FP32_BYTES * parameters if upcast else 0.0
-        weights = itemsize * parameters
-        return States(weights, weights, optimizer, 0.0, weights + fp32_gradients)
-    bucket = float(itemsize * buckets.reduce_bucket_size)
-    if stage < 3:
-        gradients = itemsize * (parameters if stage == 1 else shard)
-        step = (2 * itemsize + FP32_BYTES) * shard
-        return States(itemsize * parameters, gradients, ADAM_BYTES * shard, bucket, step)
-    experts = model.experts.weights(model.hidden) if model.experts else 0  # gathered as a whole
-    live = min(model.parameters, max(buckets.stage3_max_live_parameters, experts))
-    prefetched = min(model.parameters, buckets.stage3_prefetch_bucket_size)
-    step = itemsize * shard + (itemsize + FP32_BYTES) * min(shard, SUB_GROUP_SIZE)
-    gathered = itemsize * (live + prefetched)
-    return States(itemsize * shard, itemsize * shard, ADAM_BYTES * shard, bucket + gathered, step)
+        has_masters = itemsize < FP32_BYTES  # else the parameters are the master weights
+        optimizer = (ADAM_BYTES if has_masters else ADAM_BYTES - FP32_BYTES) * whole
+        step = gradients + (FP32_BYTES * whole if has_masters else 0.0)
+        return States(parameters, gradients, optimizer, 0.0, step)
+    updated, buffers = shard, float(itemsize * buckets.reduce_bucket_size)
+    if stage == 3:
+        experts = model.experts.weights(model.hidden) if model.experts else 0  # gathered as a whole
+        live = min(model.parameters, max(buckets.stage3_max_live_parameters, experts))
+        prefetched = min(model.parameters, buckets.stage3_prefetch_bucket_size)
+        updated, buffers = min(shard, SUB_GROUP_SIZE), buffers + itemsize * (live + prefetched)
+    step = itemsize * shard + (itemsize + FP32_BYTES) * updated
+    return States(parameters, gradients, ADAM_BYTES * shard, buffers, step)

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
+from os.path import isfile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -73,7 +74,7 @@ def load(source: str, size: int | None = None) -> Topology:
             return preset
         return one_host(size) if preset.hosts == 1 else preset.with_ranks(size)
     path = Path(source)
-    if path.suffix not in SUFFIXES or not _is_file(path):
+    if path.suffix not in SUFFIXES or not isfile(path):
         hint = nearest(source, PRESETS)
         if source == MEASURE:
             hint = ", which takes a job: mpirun -n 8 wallfacer bench-links --out topology.json"
@@ -115,13 +116,6 @@ def load_extended(source: str, ranks: int) -> tuple[Topology, int]:
 def one_host(size: int) -> Topology:
     """The one-host preset for `size` ranks; its memory is unknown, and so unlimited."""
     return replace(PRESETS["one-host"], ranks_per_host=size, memory_bytes=inf)
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # the name is longer than the system allows
-        return False
 
 
 def _read(path: Path) -> Any:

@@ -50,7 +50,8 @@ def pass_cost(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: i
         stay_bytes = stay.num_rows * rows.stay.row if gathers_stay else 0
         walk_bytes = walk.num_rows * rows.walk.row if gathers_walk else 0
         gathered.append(stay_bytes + walk_bytes)
-    return pipelined(split, simulator.cost(max(memory), max(gathered)))
+    cost = replace(simulator.cost(), memory_bytes=max(memory), gathered_bytes=max(gathered))
+    return pipelined(split, cost)
 
 
 def problem_of(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: int = 1) -> Problem:

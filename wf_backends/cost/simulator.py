@@ -66,8 +66,8 @@ class Simulator:
         self._ends: dict[tuple[int, int], list[LinkEnd]] = {}
         self._spans: list[list[Span]] = [[] for _ in self.now]
 
-    def cost(self, memory_bytes: float, gathered_bytes: float) -> Cost:
-        """What all phases that were run have cost, with buffers of these bytes."""
+    def cost(self) -> Cost:
+        """What all phases that were run have cost, without memory."""
         ends_last = max(self._spans, key=lambda spans: max((s.stop for s in spans), default=0.0))
         return Cost(
             max(self.last_result_at, *self.now),
@@ -75,8 +75,6 @@ class Simulator:
             self.transfer_s,
             nic_bytes=max((sent for end, sent in self._bytes.items() if end[0]), default=0),
             inside_bytes=max((sent for end, sent in self._bytes.items() if not end[0]), default=0),
-            memory_bytes=memory_bytes,
-            gathered_bytes=gathered_bytes,
             spans=tuple(ends_last),
         )
 

@@ -91,14 +91,6 @@ class Choice:
     """In how many chunks a rank's heads are exchanged, one while another is computed."""
 
     @property
-    def split(self) -> str:
-        """The head split as text."""
-        texts = [str(self.degree)]
-        texts += [f"{self.stride} apart"] if self.stride > 1 else []
-        texts += [f"{self.chunks} chunks"] if self.chunks > 1 else []
-        return ", ".join(texts)
-
-    @property
     def in_rank_order(self) -> bool:
         return self.stride == 1 and self.forward.in_rank_order and self.backward.in_rank_order
 
