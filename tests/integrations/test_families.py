@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -83,6 +84,38 @@ def test_logits_in_bfloat16_are_those_of_one_device(name: str) -> None:
 @pytest.mark.parametrize("name", ["opt", "stablelm", "bert", "roberta"])
 def test_a_model_built_with_eager_attention_is_exact(name: str) -> None:
     assert_exact(FAMILIES[name], 2, "eager")
+
+
+def test_documents_of_few_tokens_are_exact() -> None:
+    """Rank 0 has the second token of the first document, and not the first one."""
+    borders, ids = (0, 3, 4, 23), batch()["input_ids"]
+    documents = [ids[:, start:stop] for start, stop in pairwise(borders)]
+    models = [build(FAMILIES["roberta"]) for _ in range(3)]
+    expected = torch.cat([models[2](x).logits for x in documents], dim=1)
+
+    def rank(comm: Any) -> Tensor:
+        sp, model = sequence_parallel(comm, "document_zigzag"), models[comm.rank]
+        with wf_transformers.attach(model, sp, verify=False):
+            local = sp.shard_batch({"input_ids": ids, "cu_seqlens": borders})
+            logits = model(**wf_transformers.forward_kwargs(model, local)).logits
+            return sp.unshard(logits, cu_seqlens=local["cu_seqlens"])
+
+    for logits in run_threads(2, rank):
+        torch.testing.assert_close(logits[:, : ids.shape[1]], expected, rtol=0, atol=1e-9)
+
+
+def test_positions_that_do_not_count_from_0_are_refused_on_every_rank() -> None:
+    """transformers' own count from padding_idx + 1."""
+    models = [build(FAMILIES["roberta"]) for _ in range(2)]
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), models[comm.rank]
+        with wf_transformers.attach(model, sp, verify=False):
+            kwargs = wf_transformers.forward_kwargs(model, sp.shard_batch(batch()))
+            with pytest.raises(ValueError, match="must count from 0 .* got 2 for the first token"):
+                model(**kwargs | {"position_ids": kwargs["position_ids"] + 2})
+
+    run_threads(2, rank)
 
 
 def verify_on_two_ranks(name: str) -> Report | None:

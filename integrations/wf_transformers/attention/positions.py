@@ -73,16 +73,17 @@ def _drop_longest(_: Any, __: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, 
     return tuple(x[..., :-1, :] for x in output)
 
 
+@eager
 def _add_padding_offset(sp: SequenceParallel, module: Any, args: Any, kwargs: Kwargs) -> Any:
     """Add padding_idx + 1 to the position ids: the table's row of position 0, as in fairseq."""
     positions = kwargs.get("position_ids")
     if positions is None:
         return None
-    if sp.rank == 0 and int(positions[0, 0]) != 0:
+    first = int(gather_small(sp.comm, positions.min()).min())
+    if first != 0:
         raise ValueError(
-            f"position_ids must count from 0 for a {type(module).__name__} over ranks, got "
-            f"{int(positions[0, 0])} for the first token: leave them out; {module.padding_idx + 1} "
-            "is added here"
+            f"position_ids must count from 0 for a {type(module).__name__} over ranks, got {first} "
+            f"for the first token: leave them out; {module.padding_idx + 1} is added here"
         )
     return args, kwargs | {"position_ids": positions + module.padding_idx + 1}
 
