@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
@@ -24,6 +25,8 @@ from tests.integrations.transformers_models import (  # noqa: E402
     sequence_parallel,
     stay_in_float64,
 )
+from wf_transformers.attention.function import Attention  # noqa: E402
+from wf_transformers.attention.llama4 import SCALED, scaled_by_position  # noqa: E402
 
 OF_5 = hasattr(transformers, "AttentionMaskInterface")
 CHUNKS = {"attention_chunk_size": 7, "floor_scale": 3, "attn_scale": 0.5}
@@ -116,6 +119,31 @@ def test_generation_is_refused() -> None:
             with pytest.raises(NotImplementedError, match="chunks, which generation over ranks"):
                 wf_transformers.generate(model, handle, batch()["input_ids"])
 
+    run_threads(2, rank)
+
+
+def test_queries_of_a_generation_are_scaled_by_the_numbers_of_their_tokens() -> None:
+    """Of a prompt of 5 tokens, of which a rank has 3 or 2, and of 2 new ones, which all ranks have.
+
+    Layers without chunks generate: with transformers 5 a Llama 4 of "full_attention" alone.
+    """
+    layer: Any = nn.Module()
+    layer.floor_scale, layer.attn_scale, layer.use_rope = 2, 0.5, False
+    numbers = torch.arange(7, dtype=torch.float64)
+    scales = 1 + 0.5 * torch.log1p(torch.floor((numbers + 1) / 2))[:, None].expand(7, 8)
+
+    def rank(comm: Any) -> None:
+        sp = sequence_parallel(comm)
+        attention, cache = Attention(sp), wf_transformers.ShardedCache(sp)
+        attention.cache = cache
+        for length, new in ((0, 5), (5, 2)):
+            cache.length, cache.new = length, new
+            expected = scales[length : length + new] if length else sp.shard(scales[:5], 0)
+            query = torch.ones(1, 1, *expected.shape).double()
+            scaled = scaled_by_position(attention, layer, query, {})
+            torch.testing.assert_close(scaled[0, 0], expected, rtol=1e-6, atol=0)
+
+    vars(layer)[SCALED] = True
     run_threads(2, rank)
 
 

@@ -91,8 +91,12 @@ def scaled_by_position(
 
 def _numbers(attention: Any, query: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
     """(s,): the numbers of this rank's tokens in the whole sequence."""
-    whole = torch.arange(query.shape[2] * attention.sp.size, device=query.device)
-    return attention.sp.shard(whole, 0, **attention.documents.current(kwargs))
+    cache, sp, device = attention.cache, attention.sp, query.device
+    if cache is None:
+        whole = torch.arange(query.shape[2] * sp.size, device=device)
+        return sp.shard(whole, 0, **attention.documents.current(kwargs))
+    new = torch.arange(cache.length, cache.length + cache.new, device=device)
+    return new if cache.length else sp.shard(new, 0)  # only a prompt is cut
 
 
 def scale_by_position(model: nn.Module, handle: Any) -> None:
