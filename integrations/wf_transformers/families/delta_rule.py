@@ -6,7 +6,7 @@ each of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any
@@ -23,65 +23,40 @@ from wf_transformers.families.shares import (
     rank_range,
 )
 
-Features = Callable[[Any, Tensor], Tensor]
-"""(layer, key heads) -> indices of their features in a projection, in the order of the layer."""
-
-
-def _values_per_key(layer: Any) -> int:
-    return layer.num_v_heads // layer.num_k_heads
-
-
-def _value_heads(layer: Any, heads: Tensor) -> Tensor:
-    return head_features(heads, _values_per_key(layer))
-
-
-def _values(layer: Any, heads: Tensor) -> Tensor:
-    return head_features(_value_heads(layer, heads), layer.head_v_dim)
-
-
-def _keys(layer: Any, heads: Tensor) -> Tensor:
-    return head_features(heads, layer.head_k_dim)
-
-
-def _convolved(layer: Any, heads: Tensor) -> Tensor:
-    """Features of q, k and v, concatenated, as the convolution has them."""
-    keys = _keys(layer, heads)
-    return torch.cat([keys, layer.key_dim + keys, 2 * layer.key_dim + _values(layer, heads)])
-
-
-def _channels(layer: Any, heads: Tensor) -> Tensor:
-    """For layers whose keys and values have the same head_dim."""
-    return head_features(heads, layer.head_dim)
-
-
-def _heads(_: Any, heads: Tensor) -> Tensor:
-    return heads
-
-
-def _qkvz_by_key_head(layer: Any, heads: Tensor) -> Tensor:
-    """q, k, v and gate of one key head after the other: 2 d + 2 r e features per key head."""
-    width = 2 * layer.head_k_dim + 2 * _values_per_key(layer) * layer.head_v_dim
-    return head_features(heads, width)
-
-
-def _ba_by_key_head(layer: Any, heads: Tensor) -> Tensor:
-    """Beta (write strength) and decay of the value heads of one key head after the other."""
-    return head_features(heads, 2 * _values_per_key(layer))
-
 
 class DeltaRule(Mixer):
     """A layer of the gated delta rule. Its gate is exchanged with q, k and v.
 
     Args:
-        projections: of hidden states, by the names of their modules, applied in order.
+        projections: of hidden states: the names of their modules, applied in order -> the kinds of
+            features that they give, as in `widths`, one after the other.
         norm, out: the names of the norm and of the output projection.
     """
 
     def __init__(
-        self, projections: Mapping[str, Features], norm: str = "norm", out: str = "out_proj"
+        self, projections: Mapping[str, str], norm: str = "norm", out: str = "out_proj"
     ) -> None:
-        self.projections = {tuple(names.split()): select for names, select in projections.items()}
+        self.projections = {tuple(names.split()): kinds for names, kinds in projections.items()}
         self.out, self.whole_parameters = out, (f"{norm}.weight",)
+
+    def num_heads(self, layer: Any) -> int:
+        """H."""
+        return layer.num_k_heads
+
+    def widths(self, layer: Any) -> dict[str, int]:
+        """By kind how many features belong to one key head: d of a key, r e of its values, r
+        numbers for its value heads, or several of these side by side."""
+        r = layer.num_v_heads // layer.num_k_heads
+        key, values = layer.head_k_dim, r * layer.head_v_dim
+        return {"key": key, "values": values, "r": r, "qkvz": 2 * (key + values), "ba": 2 * r}
+
+    def features(self, layer: Any, heads: Tensor, kinds: str) -> Tensor:
+        """Indices of the features of key heads, where features are of these kinds, "a b c", and of
+        each kind those of all H heads."""
+        widths = [self.widths(layer)[kind] for kind in kinds.split()]
+        starts = accumulate((self.num_heads(layer) * width for width in widths), initial=0)
+        pairs = zip(starts, widths, strict=False)
+        return torch.cat([start + head_features(heads, width) for start, width in pairs])
 
     def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, None]:
         projected = []
@@ -94,49 +69,52 @@ class DeltaRule(Mixer):
 
     def share(self, layer: Any, rank: int, size: int) -> Share:
         heads = rank_range("key heads", layer.num_k_heads, rank, size)
-        convolved, value_heads = _convolved(layer, heads), _value_heads(layer, heads)
+        inputs, convolved, values, value_heads = self._selected(layer, heads)
         cuts = cut_first_dim("conv1d.weight", convolved)
         cuts |= cut_first_dim("dt_bias A_log", value_heads)
         attributes = {
             "num_k_heads": len(heads),
             "num_v_heads": len(value_heads),
             "key_dim": len(heads) * layer.head_k_dim,
-            "value_dim": len(value_heads) * layer.head_v_dim,
+            "value_dim": len(values),
             "conv_dim": len(convolved),
-            "conv1d.groups": len(convolved),
         }
-        return Share(self.features(layer, heads), _values(layer, heads), cuts, attributes)
+        return Share(inputs, values, cuts, attributes)
 
-    def features(self, layer: Any, heads: Tensor) -> Tensor:
-        """The features of these heads in all projections, concatenated."""
-        starts = accumulate(self._sizes(layer), initial=0)
-        selections = zip(starts, self.projections.values(), strict=False)
-        return torch.cat([start + select(layer, heads) for start, select in selections])
+    def _selected(self, layer: Any, heads: Tensor) -> list[Tensor]:
+        """Of these heads the features of all projections, of the convolution (q, k and v) and of
+        the values, and their value heads."""
+        of_projections = " ".join(self.projections.values())
+        kinds = (of_projections, "key key values", "values", "r")
+        return [self.features(layer, heads, x) for x in kinds]
 
     def replacements(self, layer: Any, share: Share) -> dict[str, nn.Module]:
-        num_ranks = layer.get_submodule(self.out).in_features // len(share.outputs)
-        borders = accumulate((size // num_ranks for size in self._sizes(layer)), initial=0)
-        modules: dict[str, nn.Module] = {self.out: Replacement()}
+        widths, modules = self.widths(layer), dict[str, nn.Module]()
+        num_heads = len(share.outputs) // widths["values"]
+        sizes = [sum(widths[x] for x in kinds.split()) for kinds in self.projections.values()]
+        borders = accumulate((num_heads * size for size in sizes), initial=0)
         for (first, *others), span in zip(self.projections, pairwise(borders), strict=True):
             features = itemgetter((..., slice(*span)))
             modules |= {first: Replacement(features)} | {name: Replacement() for name in others}
-        return modules
+        return modules | {self.out: Replacement()}
 
     def finish(self, layer: Any, y: Tensor, local: Any) -> Tensor:
         return layer.get_submodule(self.out)(y)
-
-    def _sizes(self, layer: Any) -> list[int]:
-        return [layer.get_submodule(names[-1]).out_features for names in self.projections]
 
 
 class KimiDelta(DeltaRule):
     """Kimi Delta Attention (arXiv 2510.26692): as many value heads as key heads, of the same size,
     and a decay for each channel."""
 
+    def num_heads(self, layer: Any) -> int:
+        return layer.num_heads
+
+    def widths(self, layer: Any) -> dict[str, int]:
+        return {"key": layer.head_dim, "values": layer.head_dim, "r": 1}
+
     def share(self, layer: Any, rank: int, size: int) -> Share:
         heads = rank_range("heads", layer.num_heads, rank, size)
-        channels = _channels(layer, heads)
-        convolved = torch.cat([layer.qkv_dim * i + channels for i in range(3)])
+        inputs, convolved, channels, _ = self._selected(layer, heads)
         cuts = cut_first_dim("conv1d.weight", convolved)
         cuts |= cut_first_dim("forget_gate.dt_bias", channels)
         cuts |= {"forget_gate.A_log": (layer.forget_gate.A_log.shape.index(layer.num_heads), heads)}
@@ -145,42 +123,29 @@ class KimiDelta(DeltaRule):
             "forget_gate.num_heads": len(heads),
             "qkv_dim": len(channels),
             "conv_dim": len(convolved),
-            "conv1d.groups": len(convolved),
         }
-        return Share(self.features(layer, heads), channels, cuts, attributes)
+        return Share(inputs, channels, cuts, attributes)
 
 
-QWEN3_NEXT = DeltaRule({"in_proj_qkvz": _qkvz_by_key_head, "in_proj_ba": _ba_by_key_head})
+QWEN3_NEXT = DeltaRule({"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"})
 QWEN3_5 = DeltaRule(
     {
-        "in_proj_qkv": _convolved,
-        "in_proj_z": _values,
-        "in_proj_b": _value_heads,
-        "in_proj_a": _value_heads,
+        "in_proj_qkv": "key key values",
+        "in_proj_z": "values",
+        "in_proj_b": "r",
+        "in_proj_a": "r",
     }
 )
-OLMO_HYBRID = DeltaRule(
-    {
-        "q_proj": _keys,
-        "k_proj": _keys,
-        "v_proj": _values,
-        "a_proj": _value_heads,
-        "b_proj": _value_heads,
-        "g_proj": _values,
-    },
-    norm="o_norm",
-    out="o_proj",
-)
-_KIMI = {"q_proj": _channels, "k_proj": _channels, "v_proj": _channels, "b_proj": _heads}
+_O = {"norm": "o_norm", "out": "o_proj"}
+_QKV = {"q_proj": "key", "k_proj": "key", "v_proj": "values"}
+OLMO_HYBRID = DeltaRule({**_QKV, "a_proj": "r", "b_proj": "r", "g_proj": "values"}, **_O)
+_KIMI = {**_QKV, "b_proj": "r"}
 KIMI_LINEAR = KimiDelta(
     {
         **_KIMI,
-        "forget_gate.f_a_proj forget_gate.f_b_proj": _channels,
-        "g_a_proj g_b_proj": _channels,
+        "forget_gate.f_a_proj forget_gate.f_b_proj": "key",
+        "g_a_proj g_b_proj": "values",
     },
-    norm="o_norm",
-    out="o_proj",
+    **_O,
 )
-BAILING_HYBRID = KimiDelta(
-    {**_KIMI, "forget_gate.f_proj": _channels, "g_proj": _channels}, norm="o_norm", out="o_proj"
-)
+BAILING_HYBRID = KimiDelta({**_KIMI, "forget_gate.f_proj": "key", "g_proj": "values"}, **_O)

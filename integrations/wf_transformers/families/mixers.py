@@ -49,8 +49,8 @@ class Mamba(Mixer):
         mine = rank_range("channels", channels, rank, size)
         cuts = cut_first_dim("conv1d.weight conv1d.bias dt_proj.weight dt_proj.bias A_log D", mine)
         cuts |= {"x_proj.weight": (1, mine)}
-        attributes = {"intermediate_size": len(mine), "conv1d.groups": len(mine)}
-        return Share(torch.cat([mine, channels + mine]), mine, cuts, attributes)
+        sizes = {"intermediate_size": len(mine)}
+        return Share(torch.cat([mine, channels + mine]), mine, cuts, sizes)
 
 
 class Zamba(Mixer):
@@ -62,8 +62,8 @@ class Zamba(Mixer):
         cuts = cut_first_dim("x_proj_weight dt_proj_weight dt_proj_bias A_log D", heads)
         cuts |= cut_first_dim("conv1d.weight conv1d.bias", mine)
         pairs = rank_range("channels", 2 * layer.intermediate_size, rank, size)
-        sizes = {"intermediate_size": len(mine), "conv1d.groups": len(mine)}
-        return Share(pairs, mine, cuts, sizes | {"n_mamba_heads": len(heads)})
+        sizes = {"intermediate_size": len(mine), "n_mamba_heads": len(heads)}
+        return Share(pairs, mine, cuts, sizes)
 
 
 class Mamba2(Mixer):
@@ -83,7 +83,6 @@ class Mamba2(Mixer):
             "num_heads": len(heads),
             "n_groups": len(groups),
             "conv_dim": len(convolved),
-            "conv1d.groups": len(convolved),
         }
         return Share(inputs, x, cuts, sizes)
 
@@ -153,11 +152,10 @@ class Griffin(Mixer):
     def share(self, layer: Any, rank: int, size: int) -> Share:
         heads = rank_range("num_attention_heads", layer.rg_lru.num_attention_heads, rank, size)
         mine = rank_range("channels", layer.lru_width, rank, size)
-        sizes = {"conv_1d.groups": len(mine), "rg_lru.num_attention_heads": len(heads)}
         cuts = cut_first_dim("conv_1d.weight conv_1d.bias rg_lru.recurrent_param", mine)
         for gate in ("rg_lru.input_gate", "rg_lru.recurrent_gate"):
             cuts |= cut_first_dim(f"{gate}_weight {gate}_bias", heads)
-        return Share(mine, mine, cuts, sizes)
+        return Share(mine, mine, cuts, {"rg_lru.num_attention_heads": len(heads)})
 
     def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return layer.linear_x(hidden), layer.act_fn(layer.linear_y(hidden))
@@ -181,8 +179,7 @@ class ShortConv(Mixer):
 
     def share(self, layer: Any, rank: int, size: int) -> Share:
         mine = rank_range("channels", layer.conv.in_channels, rank, size)
-        cuts = cut_first_dim("conv.weight conv.bias", mine)
-        return Share(mine, mine, cuts, {"conv.groups": len(mine)})
+        return Share(mine, mine, cut_first_dim("conv.weight conv.bias", mine), {})
 
     def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
         input_gate, output_gate, x = layer.in_proj(hidden).chunk(3, dim=-1)

@@ -260,6 +260,9 @@ class SpreadMixer:
         known = {*share.parameters, *row.whole_parameters}
         if unknown := [name for name, _ in layer_of_share.named_parameters() if name not in known]:
             raise NotImplementedError(f"its parameters {unknown} cannot be cut by channels")
+        for name, module in layer_of_share.named_modules():
+            if isinstance(module, nn.Conv1d):  # each channel is a group
+                module.groups = len(share.parameters[f"{name}.weight"][1])
         return layer_of_share
 
     def _sum(self, _: nn.Module, __: Any, x: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 Cuts = dict[str, tuple[int, Tensor]]  # parameter name -> (dim, indices of this rank along it)
-Attributes = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class Share:
     outputs: Tensor
     """(c',) indices of the features of the result that the rank computes."""
     parameters: Cuts
-    attributes: Attributes
+    attributes: dict[str, Any]
     """Sizes to set on the layer that runs the share, by dotted path."""
 
 
