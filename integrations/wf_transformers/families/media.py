@@ -26,8 +26,10 @@ from wf_transformers.calls import refuse_media
 from wf_transformers.families.media_counts import (
     FRAMES,
     NUMBERS,
+    Modality,
     medium_of_rows,
     merging_model,
+    rows_of,
     with_neighbours,
 )
 from wf_transformers.families.media_table import (
@@ -36,7 +38,6 @@ from wf_transformers.families.media_table import (
     TABLE,
     TYPES,
     Media,
-    Modality,
     media_keys,
     media_of,
     prefix,
@@ -94,7 +95,7 @@ def cut_media(
         tokens[modality.token] = _number_tokens(is_feature)
         if modality.by_sample:
             media |= _without_padding(modality, media)
-    sizes = [_sizes(model, x, media, int(tokens[x.token].max())) for x in modalities]
+    counts = [_features_of(model, x, media, int(tokens[x.token].max())) for x in modalities]
     if row.rope:
         tokens[ROPE] = rope_positions(model, batch).permute(1, 2, 0)
         tokens.pop("position_ids", None)
@@ -102,13 +103,11 @@ def cut_media(
     if row.rope:
         local["position_ids"] = local.pop(ROPE).permute(2, 0, 1)
     feature_rows: list[Tensor] = []
-    for modality, (patches, features) in zip(modalities, sizes, strict=True):
-        token_numbers = local.pop(modality.token)
-        parts, rows = _media_of_rank(modality, media, patches, features, token_numbers)
+    for modality, features in zip(modalities, counts, strict=True):
+        parts, rows = _media_of_rank(modality, media, features, local.pop(modality.token))
         local |= parts
         feature_rows.append(rows)
-    features = {FEATURE_ROWS: feature_rows} if feature_rows else {}
-    return local | features | blocks
+    return local | ({FEATURE_ROWS: feature_rows} if feature_rows else {}) | blocks
 
 
 def _blocks(model: Any, row: Media, batch: Mapping[str, Any], layout: str) -> dict[str, Any]:
@@ -207,14 +206,13 @@ def _number_tokens(is_feature: Tensor) -> Tensor:
 def _media_of_rank(
     modality: Modality,
     media: Mapping[str, Tensor],
-    patches: Sequence[int],
     features: Sequence[int],
     token_numbers: Tensor,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """(arguments for the media that this rank encodes, which of their features its tokens are).
 
-    `patches` and `features` are the numbers of pixel rows and of features of every medium,
-    `token_numbers` (b, s) are this rank's, from `_number_tokens`.
+    `features` are the numbers of features of every medium, `token_numbers` (b, s) are this rank's,
+    from `_number_tokens`.
     """
     features_of_rank = token_numbers[token_numbers > 0].cpu() - 1
     medium_of_feature = medium_of_rows(features)
@@ -224,7 +222,7 @@ def _media_of_rank(
     if not len(encoded):
         encoded = torch.tensor([0])  # every rank calls the encoder; its features are not used
     values, is_encoded = media[modality.values], torch.isin(medium_of_feature, encoded)
-    pixel_rows = torch.isin(medium_of_rows(patches), encoded).to(values.device)
+    pixel_rows = torch.isin(medium_of_rows(rows_of(modality, media)), encoded).to(values.device)
     arguments = {modality.values: values[pixel_rows]}
     for key in modality.others:
         if key == NUMBERS and key in media:
@@ -238,12 +236,12 @@ def _media_of_rank(
     return arguments, (is_encoded.cumsum(0)[features_of_rank] - 1).to(values.device)
 
 
-def _sizes(
+def _features_of(
     model: Any, modality: Modality, media: Mapping[str, Tensor], tokens: int
-) -> tuple[list[int], list[int]]:
-    """The number of pixel rows and of features of every medium."""
+) -> list[int]:
+    """The number of features of every medium."""
     try:
-        patches, features = modality.count(model, media, tokens)
+        features = torch.as_tensor(modality.count(model, modality, media, tokens)).tolist()
     except KeyError as error:
         problem = f"{modality.values} without {error}: give all that the processor gives"
         raise ValueError(problem) from None
@@ -252,4 +250,4 @@ def _sizes(
             f"{modality.values} are {len(features)} media of {sum(features)} features, and "
             f"input_ids have {tokens} tokens of {modality.token}_id"
         )
-    return patches, features
+    return features

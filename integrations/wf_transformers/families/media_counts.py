@@ -1,6 +1,7 @@
-"""How many rows of pixels, and how many features, each medium has.
+"""Images, or videos, or sounds, and how many features each of them has.
 
-A `Count` takes the model, the media by argument and the number of tokens that stand for features.
+A `Count` takes the model, the modality, the media by argument and the number of tokens that stand
+for features, and returns the features of each medium.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +17,34 @@ from torch import Tensor
 
 from wf_transformers.models import transformers_class
 
-Sizes = tuple[list[int], list[int]]
-Count = Callable[[Any, Mapping[str, Tensor], int], Sizes]
+Tensors = Mapping[str, Tensor]
+Count = Callable[[Any, "Modality", Tensors, int], Tensor | list[int]]
 NUMBERS = "batch_num_images"  # of samples: with more than 1, LLaVA-OneVision takes one tile of each
 SHAPES = "spatial_shapes"
 SOUND_MASK, FRAME_NUMBERS = "input_features_mask", "num_frames_per_video"
 FRAMES, LENGTHS = "feature_attention_mask", "_get_feat_extract_output_lengths"
 MERGED = "spatial_merge_size"  # of configs: the side in patches of what becomes one feature
+
+
+@dataclass(frozen=True, slots=True)
+class Modality:
+    """Images, or videos, or sounds."""
+
+    values: str
+    """The argument with the pixels."""
+    token: str
+    """The config's field for the token that stands for a feature, without _id or _index."""
+    features: str
+    """The method that gives their features, in models that have it."""
+    count: Count
+    """How many features each medium has."""
+    others: tuple[str, ...] = ()
+    """Further arguments with a row for each medium, or for each row of `values`."""
+    rows: str = ""
+    """The argument (media, ...) whose product tells the rows of `values` of a medium; "" = one row.
+    """
+    by_sample: bool = False
+    """Whether arguments are (samples, media of the longest, ...), padded with zeros."""
 
 
 def merging_model(model: Any) -> Any:
@@ -44,79 +67,66 @@ def with_neighbours(images: Tensor, numbers: Tensor) -> Tensor:
     return torch.cat([images, neighbour[alone & (numbers > 1)]]).unique()
 
 
-def equal(values: str) -> Count:
-    """Media of one row of `values` each, and all of the same number of features."""
-
-    def count(_: Any, media: Mapping[str, Tensor], tokens: int) -> Sizes:
-        number = len(media[values])
-        return [1] * number, [tokens // number] * number
-
-    return count
+def rows_of(modality: Modality, media: Tensors) -> list[int]:
+    """How many rows of `values` each medium has."""
+    if not modality.rows:
+        return [1] * len(media[modality.values])
+    return media[modality.rows][:, None].flatten(1).prod(dim=1).tolist()
 
 
-def by_grid(grid: str) -> Count:
-    """`grid` (media, 3) has the number of patches in time, height and width."""
-
-    def count(model: Any, media: Mapping[str, Tensor], _: int) -> Sizes:
-        patches_per_feature = getattr(model.config.vision_config, MERGED) ** 2
-        patches = media[grid].prod(dim=1).tolist()
-        return patches, [number // patches_per_feature for number in patches]
-
-    return count
+def equal(_: Any, modality: Modality, media: Tensors, tokens: int) -> list[int]:
+    """All media have the same number of features."""
+    number = len(media[modality.values])
+    return [tokens // number] * number
 
 
-def by_pixels(model: Any, media: Mapping[str, Tensor], tokens: int) -> Sizes:
+def by_grid(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
+    """`rows` (media, 3) has the number of patches in time, height and width."""
+    return media[modality.rows].prod(dim=1) // getattr(model.config.vision_config, MERGED) ** 2
+
+
+def by_pixels(model: Any, modality: Modality, media: Tensors, tokens: int) -> Tensor | list[int]:
     """image_sizes (media, 2) in pixels, for encoders that give each patch inside them a token."""
     if "image_sizes" not in media:
-        return equal("pixel_values")(model, media, tokens)
+        return equal(model, modality, media, tokens)
     side = model.config.vision_config.patch_size * getattr(model.config, MERGED, 1)
-    features = (media["image_sizes"] // side).prod(dim=1).tolist()
-    return [1] * len(features), features
+    return (media["image_sizes"] // side).prod(dim=1)
 
 
-def by_shapes(model: Any, media: Mapping[str, Tensor], _: int) -> Sizes:
+def by_shapes(model: Any, _: Modality, media: Tensors, __: int) -> Tensor:
     """spatial_shapes (images, 2) in patches."""
-    features = (media[SHAPES] // model.config.downsample_factor).prod(dim=1).tolist()
-    return [1] * len(features), features
+    return (media[SHAPES] // model.config.downsample_factor).prod(dim=1)
 
 
-def by_frames(model: Any, media: Mapping[str, Tensor], _: int) -> Sizes:
+def by_frames(model: Any, _: Modality, media: Tensors, __: int) -> Tensor:
     """feature_attention_mask (media, frames): the frames of a sound that are not padding."""
     frames, tower = media[FRAMES].sum(dim=1), merging_model(model).audio_tower
     if hasattr(tower, LENGTHS):
-        _, features = getattr(tower, LENGTHS)(frames)
-    else:  # Qwen3-Omni
-        lengths: Any = vars(sys.modules[transformers_class(tower).__module__])[LENGTHS]
-        features, chunk = lengths(frames, tower.n_window), 2 * tower.n_window
-        if frames.min() < min(chunk, int(frames.max())):
-            raise NotImplementedError(
-                f"{type(model).__name__} encodes a sound of {frames.min()} frames as its padding "
-                "to the longest beside it says, which another rank may encode: give sounds of at "
-                f"least {chunk} frames, or all of one length"
-            )
-    return [1] * len(features), features.tolist()
+        return getattr(tower, LENGTHS)(frames)[1]
+    lengths: Any = vars(sys.modules[transformers_class(tower).__module__])[LENGTHS]  # Qwen3-Omni
+    chunk = 2 * tower.n_window
+    if frames.min() < min(chunk, int(frames.max())):
+        raise NotImplementedError(
+            f"{type(model).__name__} encodes a sound of {frames.min()} frames as its padding to "
+            "the longest beside it says, which another rank may encode: give sounds of at least "
+            f"{chunk} frames, or all of one length"
+        )
+    return lengths(frames, tower.n_window)
 
 
-def by_positions(positions: str, number: str | None = None) -> Count:
-    """`positions` (rows, patches, 2) of images or frames are -1 where there is no patch; `number`
-    (media,) has the rows of each medium, None = 1."""
-
-    def count(model: Any, media: Mapping[str, Tensor], _: int) -> Sizes:
-        side, is_patch = model.config.vision_config.pooling_kernel_size, media[positions] != -1
-        features = is_patch.all(dim=2).sum(dim=1) // side**2
-        rows = media[number].tolist() if number else [1] * len(features)
-        return rows, [int(x.sum()) for x in features.split(rows)]
-
-    return count
+def by_positions(model: Any, modality: Modality, media: Tensors, _: int) -> list[int]:
+    """The first of `others` (rows, patches, 2) is -1 where there is no patch."""
+    side, is_patch = model.config.vision_config.pooling_kernel_size, media[modality.others[0]] != -1
+    features = is_patch.all(dim=2).sum(dim=1) // side**2
+    return [int(x.sum()) for x in features.split(rows_of(modality, media))]
 
 
-def by_fourth(model: Any, media: Mapping[str, Tensor], _: int) -> Sizes:
+def by_fourth(_: Any, __: Modality, media: Tensors, ___: int) -> Tensor:
     """Every fourth frame of a sound that is not padding is a feature."""
-    features = media[SOUND_MASK][:, ::4].sum(dim=1)
-    return [1] * len(features), features.tolist()
+    return media[SOUND_MASK][:, ::4].sum(dim=1)
 
 
-def packed(model: Any, media: Mapping[str, Tensor], _: int) -> Sizes:
+def packed(model: Any, _: Modality, media: Tensors, __: int) -> Tensor:
     """LLaVA-NeXT and LLaVA-OneVision: the model's own code joins the tiles of an image."""
     inner, config, sizes = merging_model(model), model.config, media["image_sizes"]
     cls, side = transformers_class(inner), config.vision_config.image_size
@@ -130,5 +140,4 @@ def packed(model: Any, media: Mapping[str, Tensor], _: int) -> Sizes:
     names = inspect.signature(pack).parameters
     options = {name: getattr(config, name) for name in names if name.startswith("vision_")}
     empty = [torch.zeros(number, of_tile, 1) for number in tiles]
-    _, lengths = pack(inner, empty, sizes, **options, image_newline=torch.zeros(1))
-    return [1] * len(sizes), lengths.tolist()
+    return pack(inner, empty, sizes, **options, image_newline=torch.zeros(1))[1]

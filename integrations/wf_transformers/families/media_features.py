@@ -122,28 +122,22 @@ class _FeatureSelection:
         features = encode(*args, **kwargs)
         if not self.pending:
             return features
+        rows = self.pending.pop(0)
         if isinstance(features, Tensor):
-            return self._select(features)
-        if isinstance(features, tuple):  # packed (n, width), or a list by image; and the lengths
-            packed, lengths = features
-            joined = packed if isinstance(packed, Tensor) else torch.cat(packed)
-            rows = self.pending.pop(0)
-            return joined[rows] if packed is joined else [joined[rows]], lengths
+            return _select(features, rows)
+        if isinstance(features, tuple):  # packed, and the lengths
+            return _select(features[0], rows), features[1]
+        pooled = features.pooler_output
         if (mask := features.get("attention_mask")) is not None:  # Gemma 4's sounds
-            features.pooler_output = self._select(features.pooler_output[mask.bool()])[None]
+            features.pooler_output = _select(pooled[mask.bool()], rows)[None]
             features.attention_mask = mask.new_ones(features.pooler_output.shape[:2])
             return features
-        if isinstance(features.pooler_output, Tensor):  # (media, features of each, width)
-            is_last = features.last_hidden_state is features.pooler_output  # the Omnis' sounds
-            features.pooler_output = self._select(features.pooler_output)
-            if is_last:
-                features.last_hidden_state = features.pooler_output
-            return features
-        rows = self.pending.pop(0)
-        features.pooler_output = (torch.cat(list(features.pooler_output))[rows],)
+        features.pooler_output = _select(pooled, rows)
+        if features.get("last_hidden_state") is pooled:  # the Omnis' sounds
+            features.last_hidden_state = features.pooler_output
         deepstack = features.get("deepstack_features") or ()  # Qwen3-VL: of some encoder layers
         if deepstack:
-            features.deepstack_features = [(torch.cat(list(x))[rows],) for x in deepstack]
+            features.deepstack_features = [(torch.cat([*x])[rows],) for x in deepstack]
         return features
 
     def hide_sounds(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,11 +161,13 @@ class _FeatureSelection:
 
     def leave(self, _: nn.Module, __: Any, features: Tensor) -> Tensor:
         """After an encoder module: keep the features of this rank's tokens."""
-        if not self.pending:
-            return features
-        return self._select(features)
+        return _select(features, self.pending.pop(0)) if self.pending else features
 
-    def _select(self, features: Tensor) -> Tensor:
-        """(n, width) or (media, n, width) -> those of this rank's tokens, as of one medium."""
-        selected = features.flatten(0, -2)[self.pending.pop(0)]
-        return selected if features.dim() == 2 else selected[None]
+
+def _select(features: Any, rows: Tensor) -> Any:
+    """Of features (n, width), (media, n, width) or (n, width) of each medium those at `rows`, in
+    the same form, as of one medium."""
+    if not isinstance(features, Tensor):
+        return type(features)([torch.cat([*features])[rows]])
+    selected = features.flatten(0, -2)[rows]
+    return selected if features.dim() == 2 else selected[None]

@@ -21,7 +21,7 @@ from wf_transformers.families.media_counts import (
     NUMBERS,
     SHAPES,
     SOUND_MASK,
-    Count,
+    Modality,
     by_fourth,
     by_frames,
     by_grid,
@@ -41,24 +41,6 @@ FOR_POSITIONS = (TYPES, "second_per_grid_ts", "video_second_per_grid", "use_audi
 """Arguments that only the positions of tokens follow from."""
 ENCODED = ("image_hidden_states", "image_outputs", "video_outputs", "audio_outputs")
 """Outputs of models that are features."""
-
-
-@dataclass(frozen=True, slots=True)
-class Modality:
-    """Images, or videos, or sounds."""
-
-    values: str
-    """The argument with the pixels."""
-    token: str
-    """The config's field for the token that stands for a feature, without _id or _index."""
-    features: str
-    """The method that gives their features, in models that have it."""
-    count: Count
-    """How many rows of `values` and how many features each medium has."""
-    others: tuple[str, ...] = ()
-    """Further arguments with a row for each medium, or for each row of `values`."""
-    by_sample: bool = False
-    """Whether arguments are (samples, media of the longest, ...), padded with zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,39 +84,38 @@ def by_image_if_wanted(types: Tensor, config: Any) -> Tensor:
 HAS_INNER = hasattr(transformers, "LlavaOnevisionModel")  # since transformers 5
 MERGE_SOUNDS = "_merge_input_ids_with_audio_features"
 """Qwen2-Audio's method for prompts with one token for each sound."""
-IMAGE, VIDEO, AUDIO = "image_token", "video_token", "audio_token"
-ENCODE_IMAGES, ENCODE_VIDEOS = "get_image_features", "get_video_features"
-ENCODE_SOUNDS = "get_audio_features"
 TOWER = ("vision_tower", "multi_modal_projector")
 AUDIO_TOWER = ("audio_tower", "multi_modal_projector")
+TILES = Modality("pixel_values", "image_token", "get_image_features", equal)
+CLIPS = Modality("pixel_values_videos", "video_token", "get_video_features", equal)
+SOUNDS = Modality("input_features", "audio_token", "get_audio_features", equal)
 GRID, VIDEO_GRID = "image_grid_thw", "video_grid_thw"
-IMAGES = Modality("pixel_values", IMAGE, ENCODE_IMAGES, by_grid(GRID), (GRID,))
-VIDEOS = Modality("pixel_values_videos", VIDEO, ENCODE_VIDEOS, by_grid(VIDEO_GRID), (VIDEO_GRID,))
+IMAGES = replace(TILES, count=by_grid, others=(GRID,), rows=GRID)
+VIDEOS = replace(CLIPS, count=by_grid, others=(VIDEO_GRID,), rows=VIDEO_GRID)
 QWEN = Media((IMAGES, VIDEOS), ("visual",), rope=True)
 GLM = Media((IMAGES,), ("visual",), rope=True)
 """Its videos have the tokens of images."""
-PICTURES = Modality("pixel_values", IMAGE, ENCODE_IMAGES, by_pixels, ("image_sizes",))
+PICTURES = replace(TILES, count=by_pixels, others=("image_sizes",))
 LLAVA = Media((PICTURES,), TOWER)
-TILES = Modality("pixel_values", IMAGE, ENCODE_IMAGES, equal("pixel_values"))
 TILED = Media((TILES,), TOWER)
-PACKED = Modality("pixel_values", IMAGE, "pack_image_features", packed, ("image_sizes", NUMBERS))
-CLIPS = Modality("pixel_values_videos", VIDEO, ENCODE_VIDEOS, equal("pixel_values_videos"))
+PACKED = replace(
+    TILES, features="pack_image_features", count=packed, others=("image_sizes", NUMBERS)
+)
 ONEVISION = Media((PACKED, CLIPS) if HAS_INNER else (PACKED,), TOWER)
 """In transformers 4 the method for videos gives no features."""
 PADDED = replace(TILES, others=("pixel_attention_mask",), by_sample=True)
 IDEFICS = Media((PADDED,), ("vision_model", "connector"))
-SHAPED = Modality("pixel_values", IMAGE, ENCODE_IMAGES, by_shapes, (SHAPES, "pixel_attention_mask"))
-SOUNDS = Modality("input_features", AUDIO, ENCODE_SOUNDS, equal("input_features"))
-LISTENED = Modality("input_features", AUDIO, MERGE_SOUNDS, by_frames, (FRAMES,))
-HEARD = replace(LISTENED, features=ENCODE_SOUNDS)
+SHAPED = replace(TILES, count=by_shapes, others=(SHAPES, "pixel_attention_mask"))
+HEARD = replace(SOUNDS, count=by_frames, others=(FRAMES,))
+LISTENED = replace(HEARD, features=MERGE_SOUNDS)
 OMNI = Media((HEARD, IMAGES, VIDEOS), ("audio_tower", "visual"), rope=True)
 LIGHT_ON = Media((PICTURES,), ("vision_encoder", "vision_projection"))
-POSED = "image_position_ids", "video_position_ids", FRAME_NUMBERS
+POSED = ("video_position_ids", FRAME_NUMBERS)
 GEMMA4 = Media(
     (
-        Modality("pixel_values", IMAGE, ENCODE_IMAGES, by_positions(POSED[0]), POSED[:1]),
-        Modality("pixel_values_videos", VIDEO, ENCODE_VIDEOS, by_positions(*POSED[1:]), POSED[1:]),
-        Modality("input_features", AUDIO, ENCODE_SOUNDS, by_fourth, (SOUND_MASK,)),
+        replace(TILES, count=by_positions, others=("image_position_ids",)),
+        replace(CLIPS, count=by_positions, others=POSED, rows=FRAME_NUMBERS),
+        replace(SOUNDS, count=by_fourth, others=(SOUND_MASK,)),
     ),
     ("vision_tower", "embed_vision", "audio_tower", "embed_audio"),
     by_image_if_wanted,
