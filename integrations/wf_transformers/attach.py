@@ -91,16 +91,14 @@ def attach_stages(
 
 
 def _set_name(model: Any, handle: Handle) -> None:
-    undo, name = handle.undo, handle.name
     if hasattr(model, "set_attn_implementation"):  # transformers 5
-        undo.callback(model.set_attn_implementation, model.config._attn_implementation)
-        model.set_attn_implementation(name)
+        handle.undo.callback(model.set_attn_implementation, model.config._attn_implementation)
+        model.set_attn_implementation(handle.name)
         return
     # GPT-2 of transformers 4 also keeps the name in its modules
     modules = (module for module in model.modules() if "_attn_implementation" in vars(module))
     for owner in (model.config, *modules):
-        undo.callback(setattr, owner, "_attn_implementation", owner._attn_implementation)
-        owner._attn_implementation = name
+        handle.set(owner, "_attn_implementation", handle.name)
 
 
 def prepare(model: PreTrainedModel, handle: Handle) -> None:

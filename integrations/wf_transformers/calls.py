@@ -23,6 +23,8 @@ LEAVE_LABELS_OUT = (
 )
 CACHES = ("past_key_values", "cache")
 """Argument names of a KV cache; the second since transformers 5.24."""
+CACHE_NAMES = (*CACHES, "past_key_value", "cache_params")
+"""Parameters of layers for a cache."""
 LOGITS_TO_KEEP = ("logits_to_keep", "num_logits_to_keep")
 # Arguments whose meaning for a rank's part differs from that for the whole sequence, and why.
 NOT_LOCAL = {

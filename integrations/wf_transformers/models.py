@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
@@ -108,6 +109,13 @@ def uses_registry(model: PreTrainedModel) -> bool:
     files.discard(PreTrainedModel.__module__)
     registries = (getattr(sys.modules.get(file), REGISTRY, None) for file in files)
     return any(registry is ALL_ATTENTION_FUNCTIONS for registry in registries)  # Doge has its own
+
+
+def with_torch_attention(config: Any) -> Any:
+    """A copy of a config for modules that call torch's attention, and not the registry's."""
+    config = deepcopy(config)
+    config._attn_implementation = "sdpa"
+    return config
 
 
 def refuse_adapters(model: nn.Module) -> None:

@@ -32,7 +32,9 @@ class InPlaceOfTorchAttention(TorchFunctionMode):
 
 def set_until(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     """Set owner.name = value until `stack` closes."""
-    if name in vars(owner):
+    if isinstance(getattr(type(owner), name, None), property):
+        stack.callback(setattr, owner, name, getattr(owner, name))
+    elif name in vars(owner):
         stack.callback(setattr, owner, name, vars(owner)[name])
     else:
         stack.callback(delattr, owner, name)

@@ -72,8 +72,10 @@ class Documents:
         """A copy of a model has its hooks, and so its documents."""
         return self
 
-    def push(self, mask_kwargs: MaskKwargs) -> None:
-        self._scopes.append(Scope(mask_kwargs))
+    def push(
+        self, mask_kwargs: MaskKwargs, rows: int | None = None, seqlen: int | None = None
+    ) -> None:
+        self._scopes.append(Scope(mask_kwargs, rows, seqlen))
         self.used = self.used or bool(mask_kwargs)
 
     def pop(self) -> None:
@@ -103,12 +105,9 @@ class Documents:
             raise NotImplementedError(f"{layer} attends over {rows} rows, and {cut}: {NOT_CUT}")
 
     @contextmanager
-    def scope(
-        self, mask_kwargs: MaskKwargs, rows: int | None = None, seqlen: int | None = None
-    ) -> Iterator[None]:
-        """Push a scope for all attention inside the block."""
-        self.push(mask_kwargs)
-        self._scopes[-1] = Scope(mask_kwargs, rows, seqlen)
+    def scope(self, *scope: Any) -> Iterator[None]:
+        """Push a scope, with the fields of `Scope`, for all attention inside the block."""
+        self.push(*scope)
         try:
             yield
         finally:

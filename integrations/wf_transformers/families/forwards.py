@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wf_transformers.calls import CACHES, refuse_unsupported
+from wf_transformers.calls import CACHE_NAMES, CACHES, refuse_unsupported
 from wf_transformers.models import transformers_class
 from wf_transformers.replace import InPlaceOfTorchAttention
 
@@ -97,17 +97,6 @@ def method_attn(
     options = {"sliding_window": self.wallfacer_row.window(self), "head_mask": head_mask}
     out, _ = self.wallfacer(self, query, key, value, attention_mask, dropout, scale, **options)
     return out.transpose(1, 2), None
-
-
-def modernbert(self: Any, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor]:
-    """ModernBertAttention.forward, through its file's function that calls torch's attention."""
-    refuse_unsupported(type(self).__name__, kwargs)
-    qkv = self.Wqkv(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
-    kwargs |= {"local_attention": self.local_attention, "rotary_emb": self.rotary_emb}
-    kwargs |= {"bs": len(qkv), "dim": self.all_head_size}
-    with InPlaceOfTorchAttention(partial(attend, self)):
-        (out,) = file_of(self).sdpa_attention_forward(self, qkv, **kwargs)
-    return (self.out_drop(self.Wo(out)),)
 
 
 def falcon(self: Any, hidden_states: Tensor, alibi: Any, *args: Any, **kwargs: Any) -> Any:
@@ -220,9 +209,6 @@ def deepseek(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None,
-    past_key_value: Any = None,
-    past_key_values: Any = None,  # transformers 5's name
-    cache: Any = None,  # since 5.24
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """DeepseekV3Attention.forward that sends latents, not keys and values: (b, s, width)."""
@@ -238,10 +224,9 @@ def deepseek(
     suffix = "_interleave" if self.config.rope_interleave else ""
     apply_rotary = getattr(file_of(self), f"apply_rotary_pos_emb{suffix}")
     q_rope, k_rope = apply_rotary(q_rope, k_rope, *position_embeddings)
-    for kv_cache in (past_key_value, past_key_values, cache):
-        if kv_cache is not None:
-            latents, k_rope = kv_cache.update(latents, k_rope, self.layer_idx)
-            break
+    for cache in (kwargs.pop(name, None) for name in CACHE_NAMES):
+        if cache is not None:
+            latents, k_rope = cache.update(latents, k_rope, self.layer_idx)
     kv_up = _weight_of(self.kv_b_proj, latents).unflatten(0, (query.shape[1], -1))
     qkv = torch.cat((q_nope, q_rope), -1), k_rope, latents
     dropout, options = self.attention_dropout if self.training else 0.0, kwargs | {"kv_up": kv_up}

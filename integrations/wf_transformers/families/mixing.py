@@ -27,7 +27,7 @@ from wf_backends.dsp import RECEIVER
 from wf_backends.parallel import ChannelExchange
 from wf_backends.schedule import SLICE_ARGUMENTS
 from wf_transformers.attention.function import Attention
-from wf_transformers.calls import CACHES, ON_ONE_PROCESS, Kwargs
+from wf_transformers.calls import CACHE_NAMES, ON_ONE_PROCESS, Kwargs
 from wf_transformers.families.media_table import media_modules
 from wf_transformers.families.mixers import MIXERS
 from wf_transformers.families.shares import Mixer, Share
@@ -36,8 +36,6 @@ from wf_transformers.handle import Handle
 from wf_transformers.models import refuse_varying_rope, row_of, transformers_class
 
 Borders = Sequence[int] | None  # cu_seqlens as host integers; None is one document
-CACHE_NAMES = (*CACHES, "past_key_value", "cache_params")
-"""Parameters of layers for a cache."""
 MIXING_SUFFIXES = {
     "Indexer": "an indexer, which chooses the keys of each query by their scores",
     "Compressor": "a compressor, which makes one key of several tokens",

@@ -12,7 +12,6 @@ Shapes: b batch, s rows of this rank, S rows of the whole sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -28,7 +27,7 @@ from wf_backends.comm import gather_small
 from wf_transformers.attention.function import IN_STACK
 from wf_transformers.calls import Kwargs, by_name, parameter_names, refuse_partial_states
 from wf_transformers.handle import Handle
-from wf_transformers.models import outermost, row_of, transformers_class
+from wf_transformers.models import outermost, row_of, transformers_class, with_torch_attention
 from wf_transformers.rng import RankRng
 
 STACKS = frozenset(
@@ -111,19 +110,13 @@ def cut_inside(model: PreTrainedModel, handle: Handle) -> None:
         for name, module in stack.named_modules():
             if name.lower().endswith(ATTENTION):
                 handle.set(module, IN_STACK, "cross" if name.endswith(CROSS) else "self")
-                _set_name(getattr(module, "config", None), handle)
+                if hasattr(module, "config") and handle.name:  # its own, as in MAE's decoder
+                    handle.set(module.config, "_attn_implementation", handle.name)
         if (row := row_of(BY_ROW, stack)) is not None:
             take = partial(sharding.take_rows, *row)
             handle.hooks(*(x.register_forward_pre_hook(take, with_kwargs=True) for x in layers))
         if (between := getattr(stack, BETWEEN_LAYERS, None)) is not None:
             handle.hooks(between.register_forward_hook(sharding.between_layers))
-
-
-def _set_name(config: Any, handle: Handle) -> None:
-    """Have layers with a config of their own, as in MAE's decoder, ask for our attention too."""
-    if config is not None and handle.name:
-        handle.undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
-        config._attn_implementation = handle.name
 
 
 def _keep_own_masks(model: nn.Module, handle: Handle) -> None:
@@ -132,9 +125,7 @@ def _keep_own_masks(model: nn.Module, handle: Handle) -> None:
         if hasattr(module, "config") and any(
             isinstance(child, nn.MultiheadAttention) for child in module.children()
         ):
-            config: Any = deepcopy(module.config)
-            config._attn_implementation = "sdpa"
-            handle.set(module, "config", config)
+            handle.set(module, "config", with_torch_attention(module.config))
 
 
 def _ends_of(stack: Any) -> tuple[nn.Module, nn.Module]:

@@ -26,13 +26,12 @@ from wf_transformers.families.forwards import (
     file_of,
     forward_with_our_sdpa,
     method_attn,
-    modernbert,
     mpt,
     t5,
     umt5,
 )
 from wf_transformers.families.stacks import stacks_of
-from wf_transformers.models import REGISTRY, row_of, transformers_class
+from wf_transformers.models import REGISTRY, row_of, transformers_class, with_torch_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +92,11 @@ def _modernbert_window(module: Any) -> Window:
     return None if window == (-1, -1) else window
 
 
+def _modernbert(module: Any) -> Mapping[str, Any]:
+    """Its forward reads in its config that it calls torch's attention."""
+    return {**FULL, "config": with_torch_attention(module.config)}
+
+
 def _slopes(alibi: Tensor) -> Mapping[str, Any]:
     """The slopes (h,) of ALiBi, from its bias for two keys (h, 1, 2)."""
     return {"alibi_slopes": (alibi[..., 1] - alibi[..., 0]).flatten()}
@@ -131,9 +135,7 @@ TABLE: Mapping[str, AttentionRow] = MappingProxyType(
     {
         **dict.fromkeys(("BertSelfAttention", "RobertaSelfAttention"), BERT),
         **dict.fromkeys(("XLMRobertaSelfAttention", "CamembertSelfAttention"), BERT),
-        "ModernBertAttention": AttentionRow(
-            function=modernbert, window=_modernbert_window, attributes=lambda _: FULL
-        ),
+        "ModernBertAttention": AttentionRow(window=_modernbert_window, attributes=_modernbert),
         **dict.fromkeys(("BartAttention", "MBartAttention", "WhisperAttention"), CUT_INSIDE),
         **dict.fromkeys(("Wav2Vec2Attention", "HubertAttention"), CUT_INSIDE),
         "CLIPAttention": replace(CUT_INSIDE, attributes=_clip),
