@@ -114,7 +114,8 @@ class ShardedCache(DynamicCache):
         return self.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._take(beam_idx.tolist())
+        samples = beam_idx.tolist()
+        self.starts, self.behind = ([x[i] for i in samples] for x in (self.starts, self.behind))
         for layer in self.by_module.values():
             layer.take_samples(beam_idx)
 
@@ -122,13 +123,7 @@ class ShardedCache(DynamicCache):
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._take([i for i in range(len(self.starts)) for _ in range(repeats)])
-        for layer in self.by_module.values():
-            layer.repeat_samples(repeats)
-
-    def _take(self, samples: list[int]) -> None:
-        self.starts = [self.starts[i] for i in samples]
-        self.behind = [self.behind[i] for i in samples]
+        self.reorder_cache(torch.arange(len(self.starts)).repeat_interleave(repeats))
 
     def crop(self, max_length: int) -> None:
         """Keep the first `max_length` tokens; if it is not positive, drop so many at the end.

@@ -62,10 +62,6 @@ class LayerState:
         for states, _ in self._states():
             states[0] = states[0].index_select(0, samples.to(states[0].device))
 
-    def repeat_samples(self, repeats: int) -> None:
-        for states, _ in self._states():
-            states[0] = states[0].repeat_interleave(repeats, dim=0)
-
     def check_crop(self, length: int) -> None:
         """Raise a ValueError if some of the tokens would have to be taken back."""
         if 0 < length < self.length:
