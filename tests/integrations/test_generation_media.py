@@ -13,17 +13,15 @@ transformers = pytest.importorskip("transformers")
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.families import NoFloat32  # noqa: E402
-from tests.integrations.media_models import (  # noqa: E402
+from tests.integrations.media_batches import (  # noqa: E402
     GRIDS,
     IMAGE,
-    MODELS,
     VIDEO,
-    build,
     llava_batch,
-    media_batch,
     num_patches,
     qwen_batch,
 )
+from tests.integrations.media_models import MODELS, build, media_batch  # noqa: E402
 from tests.integrations.transformers_models import sequence_parallel  # noqa: E402
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1}

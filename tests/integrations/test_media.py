@@ -21,21 +21,23 @@ import transformers as tf  # noqa: E402
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.families import copy_and_spoil  # noqa: E402
-from tests.integrations.media_models import (  # noqa: E402
-    CLIP,
+from tests.integrations.media_batches import (  # noqa: E402
     GRIDS,
     IMAGE,
-    MODELS,
-    TEXT_ALONE,
     VIDEO,
-    build,
     images_of_one_tile_batch,
     llava_batch,
-    media_batch,
     num_patches,
     qwen_batch,
     right_padded,
     sound_of_video_batch,
+)
+from tests.integrations.media_models import (  # noqa: E402
+    CLIP,
+    MODELS,
+    TEXT_ALONE,
+    build,
+    media_batch,
 )
 from tests.integrations.results import (  # noqa: E402
     Result,

@@ -22,7 +22,7 @@ import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.families import NoFloat32  # noqa: E402
 from tests.integrations.mean_gradients import assert_mean_gradients  # noqa: E402
-from tests.integrations.media_models import PATCH_WIDTH, qwen_batch, with_token_types  # noqa: E402
+from tests.integrations.media_batches import PATCH_WIDTH, qwen_batch, with_token_types  # noqa: E402
 from tests.integrations.media_models import build as build_media_model  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
     gradients,
