@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import runpy
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 from wf_backends import launch
@@ -18,14 +19,15 @@ from wf_backends.comm import DEFAULT_TIMEOUT_S
 from wf_deepspeed.entry import start
 from wf_deepspeed.unmodified import opened
 
+TIMEOUT, LOCAL_RANK = "--timeout=", "--local_rank="
+
 
 def main(arguments: list[str]) -> None:
     """Run a script or a module: `arguments` are its path, or -m and its name; then its arguments.
 
     `--timeout=SECONDS` before them sets how long ranks wait for each other.
     """
-    timeout, arguments = take_timeout(arguments)
-    is_module, arguments = program_first(arguments)
+    timeout, is_module, arguments = split(arguments)
     if not arguments or not exists(arguments[0], is_module):
         kind = "module" if is_module else "file"
         named = f"; there is no {kind} {arguments[0]!r}" if arguments else ""
@@ -54,23 +56,19 @@ def exists(name: str, is_module: bool) -> bool:
         return False
 
 
-def take_timeout(arguments: list[str]) -> tuple[float, list[str]]:
-    """(seconds of a `--timeout=` before the script, or the default; the other arguments)."""
-    options = [argument for argument in arguments[:2] if argument.startswith("--timeout=")]
-    others = [argument for argument in arguments if argument not in options]
-    return float(options[0].split("=")[1]) if options else DEFAULT_TIMEOUT_S, others
-
-
-def program_first(arguments: list[str]) -> tuple[bool, list[str]]:
-    """(whether `-m` names a module; the script or module, then its arguments).
+def split(arguments: list[str]) -> tuple[float, bool, list[str]]:
+    """(seconds of `--timeout=`, whether `-m` names a module; the script or module, its arguments).
 
     `deepspeed --module` puts --local_rank before them: it is an argument of the program.
     """
-    local_rank = [argument for argument in arguments[:1] if argument.startswith("--local_rank=")]
-    program = arguments[len(local_rank) :]
+    options = list(takewhile(lambda x: x.startswith((TIMEOUT, LOCAL_RANK)), arguments))
+    program = arguments[len(options) :]
+    timeouts = [float(x.removeprefix(TIMEOUT)) for x in options if x.startswith(TIMEOUT)]
+    local_rank = [x for x in options if x.startswith(LOCAL_RANK)]
     is_module = program[:1] == ["-m"]
     program = program[1:] if is_module else program
-    return is_module, [*program[:1], *local_rank, *program[1:]]
+    timeout = timeouts[-1] if timeouts else DEFAULT_TIMEOUT_S
+    return timeout, is_module, [*program[:1], *local_rank, *program[1:]]
 
 
 if __name__ == "__main__":

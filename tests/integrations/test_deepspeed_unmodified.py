@@ -25,7 +25,7 @@ import wf_deepspeed  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 from tests.integrations.deepspeed_trainer import NUM_EVALUATED, assert_logits_close  # noqa: E402
 from wf_deepspeed import unmodified  # noqa: E402
-from wf_deepspeed.__main__ import program_first, take_timeout  # noqa: E402
+from wf_deepspeed.__main__ import split  # noqa: E402
 from wf_deepspeed.config import BATCH_KEYS  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
@@ -185,39 +185,30 @@ def test_a_missing_module_is_an_error_with_a_usage_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "program"),
-    [
-        (["--local_rank=3", "train.py", "-x"], (False, ["train.py", "--local_rank=3", "-x"])),
-        (["train.py", "--local_rank=3", "-x"], (False, ["train.py", "--local_rank=3", "-x"])),
-        (["--local_rank=3", "-m", "train", "-x"], (True, ["train", "--local_rank=3", "-x"])),
-        (["train.py", "-m", "x"], (False, ["train.py", "-m", "x"])),
-        (["-m"], (True, [])),
-        ([], (False, [])),
-    ],
-)
-def test_the_program_comes_before_its_arguments(
-    arguments: list[str], program: tuple[bool, list[str]]
-) -> None:
-    assert program_first(arguments) == program
-
-
-@pytest.mark.parametrize(
-    ("arguments", "timeout", "others"),
+    ("arguments", "expected"),
     [
         (
-            ["--local_rank=3", "--timeout=7.5", "train.py", "-x"],
-            7.5,
             ["--local_rank=3", "train.py", "-x"],
+            (600.0, False, ["train.py", "--local_rank=3", "-x"]),
         ),
-        (["train.py", "-x", "--timeout=3"], 600.0, ["train.py", "-x", "--timeout=3"]),
-        ([], 600.0, []),
+        (
+            ["train.py", "--local_rank=3", "-x"],
+            (600.0, False, ["train.py", "--local_rank=3", "-x"]),
+        ),
+        (["--local_rank=3", "-m", "train", "-x"], (600.0, True, ["train", "--local_rank=3", "-x"])),
+        (["--local_rank=3", "--timeout=7.5", "a.py"], (7.5, False, ["a.py", "--local_rank=3"])),
+        (["--timeout=7.5", "a.py", "--timeout=7.5"], (7.5, False, ["a.py", "--timeout=7.5"])),
+        (["train.py", "--timeout=3"], (600.0, False, ["train.py", "--timeout=3"])),
+        (["train.py", "-m", "x"], (600.0, False, ["train.py", "-m", "x"])),
+        (["-m"], (600.0, True, [])),
+        ([], (600.0, False, [])),
     ],
-    ids=["before the script", "after the script", "no arguments"],
 )
-def test_only_a_timeout_before_the_script_is_for_wallfacer(
-    arguments: list[str], timeout: float, others: list[str]
+def test_options_before_the_program_are_not_its_own(
+    arguments: list[str], expected: tuple[float, bool, list[str]]
 ) -> None:
-    assert take_timeout(arguments) == (timeout, others)
+    """But --local_rank, which the deepspeed launcher puts there."""
+    assert split(arguments) == expected
 
 
 RANKS_BATCH = {  # counted over 4 ranks: 2 * 3 * 4
