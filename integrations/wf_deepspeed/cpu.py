@@ -6,7 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -23,9 +23,12 @@ def extensions_root() -> Path:
 
 def stale_locks(root: Path) -> list[Path]:
     """Lock files of other jobs' compilations; one that was killed leaves its file for ever."""
-    locks = [*root.glob("*/lock"), *root.glob("*/*/lock")]
-    now = time.time()
-    return [lock for lock in sorted(locks) if now - lock.stat().st_mtime > STALE_SECONDS]
+    locks = list[Path]()
+    for lock in sorted((*root.glob("*/lock"), *root.glob("*/*/lock"))):
+        with suppress(FileNotFoundError):  # its compilation has just ended
+            if time.time() - lock.stat().st_mtime > STALE_SECONDS:
+                locks.append(lock)
+    return locks
 
 
 def warn_of_stale_locks(root: Path) -> None:

@@ -145,7 +145,9 @@ class ShardedLoader:
         self.sampler = loader.sampler
 
     def __len__(self) -> int:
-        return len(self._loader)
+        """Without the incomplete last step that `step_batches` drops."""
+        steps = self._handle._accumulation() if self._handle.averages_tokens else 1
+        return len(self._loader) // steps * steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         shards = (self._handle.shard_batch(batch, *self._arguments) for batch in self._loader)

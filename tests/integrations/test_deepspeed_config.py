@@ -5,6 +5,7 @@ import json
 import os
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -227,6 +228,11 @@ def test_stale_locks_of_compilations_are_found_and_named(tmp_path) -> None:
     assert cpu.stale_locks(tmp_path) == [old]
     with pytest.warns(RuntimeWarning, match="cpu_adam/lock.* delete the file"):
         cpu.warn_of_stale_locks(tmp_path)
+
+
+def test_a_lock_that_goes_while_it_is_looked_at_is_not_stale(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda *_: [tmp_path / "shm" / "lock"])
+    assert cpu.stale_locks(tmp_path) == []
 
 
 def test_a_folder_without_locks_gives_no_warning(tmp_path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import HashStore
+from torch.utils.data import DataLoader
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=ImportError)
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
@@ -29,6 +30,7 @@ from wf_backends.comm.threads import run_threads  # noqa: E402
 from wf_backends.launch import agreement  # noqa: E402
 from wf_deepspeed import entry  # noqa: E402
 from wf_deepspeed.entry import CONFIG_ARGUMENTS, _gathered_parameters, initialize_with, start  # noqa: E402
+from wf_deepspeed.handle import ShardedLoader  # noqa: E402
 from wf_transformers import attach  # noqa: E402
 
 pytestmark = pytest.mark.deepspeed
@@ -283,3 +285,12 @@ def test_different_sizes_of_a_sequence_are_an_error_on_every_rank(
     for rank in loaders:
         message = rank["different_sizes_errors"][entry]
         assert 'sequence_parallel_size": 2 (ranks [0, 1, 2]), 4 (ranks [3])' in message
+
+
+@pytest.mark.parametrize(("averages_tokens", "expected"), [(True, 4), (False, 5)])
+def test_the_length_of_a_loader_is_the_number_of_its_batches(
+    averages_tokens: bool, expected: int
+) -> None:
+    """With "loss_average": "token" the incomplete last optimizer step is dropped."""
+    handle: Any = SimpleNamespace(averages_tokens=averages_tokens, _accumulation=lambda: 2)
+    assert len(ShardedLoader(handle, DataLoader(range(5)))) == expected  # type: ignore[arg-type]
