@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers.modeling_outputs import CausalLMOutput
 
-from wf_backends.parallel import count_valid
+from wf_backends.parallel import at_least_one
 from wf_colossalai.sequence import plain
 from wf_transformers import Handle, WholeBatchHooks, mask_arguments, outermost
-from wf_transformers.whole_batches.arguments import BatchCall, WhichLogits
+from wf_transformers.whole_batches.arguments import WhichLogits
 from wf_transformers.whole_batches.custom_loss import INPUTS, custom_loss_reason
 
 BATCH_KEYS = (*INPUTS, "labels")
@@ -34,11 +34,7 @@ class TokenHooks(WholeBatchHooks):
     hides_local_logits = False
 
     def __init__(
-        self,
-        model: nn.Module,
-        handle: Handle,
-        causal: bool,
-        tensor_parallel: ProcessGroup | None = None,
+        self, model: nn.Module, handle: Handle, causal: bool, tensor_parallel: ProcessGroup | None
     ) -> None:
         super().__init__(model, handle, head="causal" if causal else "masked")
         self._tensor_parallel = tensor_parallel
@@ -77,15 +73,16 @@ class TokenHooks(WholeBatchHooks):
             output = CausalLMOutput(logits=output)  # type: ignore[arg-type]
         if "logits" in output:
             return super()._after(model, args, output)
-        self._call = None  # a pipeline stage before the last: there are no logits
-        return None
+        return None  # a pipeline stage before the last: there are no logits
 
-    def _share(self, model: nn.Module, logits: Tensor, call: BatchCall) -> Tensor:
+    def _token_loss(
+        self, model: nn.Module, logits: Tensor, labels: Tensor, num_items: Tensor | int
+    ) -> Tensor:
         """Do what the base class does; `logits` may be a tensor-parallel rank's columns."""
-        labels, vocab_size = call.local["labels"], _split_vocab_size(model, logits)
+        vocab_size = _split_vocab_size(model, logits)
         if self._tensor_parallel is None or vocab_size is None:
-            return super()._share(model, plain(logits), call)
-        logits, sp = logits.float(), self.handle.sp
+            return super()._token_loss(model, plain(logits), labels, num_items)
+        logits = logits.float()
         loss_sum = cross_entropy_1d(
             logits.flatten(0, -2),
             labels.flatten(),
@@ -94,7 +91,7 @@ class TokenHooks(WholeBatchHooks):
             dtype=logits.dtype,
             mode="sum",
         )
-        return loss_sum / sp.sum_over_ranks(count_valid(labels)).clamp(min=1) * sp.size
+        return loss_sum / at_least_one(num_items)
 
 
 def _split_vocab_size(model: nn.Module, logits: Tensor) -> int | None:

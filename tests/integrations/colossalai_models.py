@@ -121,7 +121,7 @@ def batch(family: str, variant: str, seed: int) -> Batch:
         variant: "plain"; "ragged" (23 tokens: not a multiple of the ranks); "padded" (17 valid
             tokens); "unequal" (two samples of 17 and 21 valid tokens); "microbatches" (two
             samples); "unmasked" (without attention_mask); "packed" (one document, three, or
-            twelve, by the step).
+            twelve, by the step); "counted" (of an optimizer step with 40 labels).
         seed: 100 * step + index of the data-parallel rank.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -151,6 +151,8 @@ def batch(family: str, variant: str, seed: int) -> Batch:
         out["input_ids"][row, length:] = 0
     if variant in ("unmasked", "packed"):
         del out["attention_mask"]
+    if variant == "counted":
+        out["num_items_in_batch"] = 40
     if variant == "packed":
         borders = (0, SEQLEN), (0, 5, 14, SEQLEN), tuple(range(0, SEQLEN + 1, 2))
         out["cu_seqlens"] = borders[seed // 100 % 3]

@@ -43,6 +43,7 @@ HYBRID: dict[str, dict[str, Any]] = {
     "dp2_sp2": {"wallfacer": RING2} | MORE_STEPS,
     "tp2_sp2": {"wallfacer": RING2, "options": {"tp_size": 2}} | MORE_STEPS,
     "tp2_sp2_auto": {"wallfacer": SP2, "options": {"tp_size": 2}} | FEW_STEPS,
+    "tp2_counted": {"wallfacer": RING2, "options": {"tp_size": 2}, "batch": "counted"} | FEW_STEPS,
     "pp2_sp2": {"wallfacer": RING2} | TWO_STAGES | MORE_STEPS,
     "checkpointed": {"wallfacer": RING4, "checkpointing": "before"} | FEW_STEPS,
     "checkpointed_ragged": {"wallfacer": RING4, "checkpointing": "after", "batch": "ragged"}

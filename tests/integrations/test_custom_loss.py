@@ -78,6 +78,14 @@ class LossOfWrapper(nn.Module):
         return output.loss - 0.2 * output.logits.softmax(-1).pow(2).mean()
 
 
+class LossOfSamples(LossOfWrapper):
+    """Takes a label for each sample, not for each token."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
+        scores = self.inner(input_ids, **kwargs).logits[:, -1].mean(-1)
+        return (scores - labels).square().mean()
+
+
 class LossWithoutHead(LlamaForCausalLM):
     """Uses the head's weight and does not call the head, as models with a fused loss do."""
 
@@ -196,6 +204,7 @@ def train_on_ranks(
         (with_loss_function(weighted_loss), {"token_weights": WEIGHTS}),
         (with_class(LossInForward), {}),
         (LossOfWrapper, {}),
+        (LossOfSamples, {"labels": torch.tensor([0.3, -0.2])}),
         (unchanged, {"ignore_index": 5, "labels": LABELS.clamp(min=5)}),
         (unchanged, {"shift_labels": LABELS.roll(3)}),
         (with_liger, {}),
@@ -208,6 +217,7 @@ def train_on_ranks(
         "weighted",
         "subclass",
         "wrapper",
+        "samples",
         "ignore_index",
         "shift_labels",
         "liger",

@@ -113,14 +113,18 @@ def compute_loss(
     return torch.tensor(2 * 1.5)
 
 
+def tiny(name: str) -> Any:
+    model_class: Any = getattr(transformers, name)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    return model_class(model_class.config_class(**sizes, num_attention_heads=2))
+
+
 @pytest.mark.parametrize(
     "name", ["LlamaForCausalLM", "LlamaForTokenClassification", "CLIPTextModel"]
 )
 def test_the_trainer_counts_a_group_once_for_models_of_any_head(name: str) -> None:
     """Heads over the rows of all ranks and models that are cut inside have hooks of their own."""
-    model_class: Any = getattr(transformers, name)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    model = model_class(model_class.config_class(**sizes, num_attention_heads=2))
+    model = tiny(name)
     args = SimpleNamespace(average_tokens_across_devices=True)
     trainer = SimpleNamespace(args=args, model_accepts_loss_kwargs=True, compute_loss_func=None)
 
@@ -224,6 +228,20 @@ def test_hooks_on_a_model_that_has_hooks_are_refused() -> None:
 
     for loss, loss_of_new_hooks in run_threads(2, rank):
         assert loss == loss_of_new_hooks
+
+
+@pytest.mark.parametrize("name", ["LlamaForTokenClassification", "CLIPTextModel"])
+def test_models_with_other_hooks_are_not_cut_twice_either(name: str) -> None:
+    model = tiny(name)
+
+    def rank(comm: Any) -> None:
+        copied, sp = deepcopy(model), sequence_parallel(comm)
+        WholeBatchHooks(copied, attach(copied, sp, verify=False))
+        with attach(copied, sp, verify=False) as second:
+            with pytest.raises(ValueError, match=f"{name} takes whole batches already"):
+                WholeBatchHooks(copied, second)
+
+    run_threads(2, rank)
 
 
 USES_OF_LOGITS: dict[str, Callable[[Any], Any]] = {

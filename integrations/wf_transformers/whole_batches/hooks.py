@@ -78,13 +78,11 @@ class WholeBatchHooks:
     """Whether calls without labels return logits of the whole batch, for a loss of the caller."""
     hides_local_logits = True
     """Whether using logits of this rank's tokens is an error, unless the call asks for them."""
-    compares_first = True
-    """Whether the model is compared with itself on one rank on its first training batch."""
 
     def __init__(
         self, model: nn.Module, handle: Handle, whole_logits: bool = False, head: Head | None = None
     ) -> None:
-        if handle.sp.size > 1 and any(map(_is_our_hook, model._forward_pre_hooks.values())):
+        if handle.sp.size > 1 and GROUP_SIZE in vars(model):
             raise ValueError(
                 f"{type(model).__name__} takes whole batches already, and would cut them twice: "
                 "call remove() of what connected it first"
@@ -123,7 +121,7 @@ class WholeBatchHooks:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         arguments = with_cu_seqlens(by_name(self._names, args, kwargs))
-        if self.compares_first and model.training and torch.is_grad_enabled():
+        if model.training and torch.is_grad_enabled():
             self.handle.compare_first(arguments)
         arguments = with_slices(model, arguments, self._head)
         refuse_arguments(arguments)
@@ -140,7 +138,7 @@ class WholeBatchHooks:
             batch.setdefault("attention_mask", mask_of_ones(batch))
         if loss == "custom":
             self._warned = self._warned or warned_about_padding(batch)
-            arguments["labels"] = self.handle.without_padded_labels(batch)["labels"]
+            arguments["labels"] = self.handle.without_padded_labels(arguments)["labels"]
             batch = {key: value for key, value in batch.items() if key in INPUTS}
         others = {k: v for k, v in arguments.items() if k not in batch}
         local = self._shard(batch)
@@ -183,7 +181,7 @@ class WholeBatchHooks:
     @eager
     def _leave(self, *_: Any) -> None:
         """After every call, even if it raised."""
-        self._call = None
+        self._call, self.handle.attention.logits_are_whole = None, False
         self._noise.leave()
 
     def _refuse_inner_call(self, inner: nn.Module, _: Any) -> None:
@@ -231,9 +229,8 @@ class WholeBatchHooks:
 
     @eager
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        call, self._call = self._call, None
+        call = self._call
         assert call is not None, "the hook before the model did not run"
-        self.handle.attention.logits_are_whole = False
         if call.loss == "custom":
             return self._checked_output(model, output)
         if call.loss == "by_token":
@@ -265,7 +262,7 @@ class WholeBatchHooks:
         return whole_rows(self.handle.sp, x, call.seqlen, **mask_arguments(call.local))
 
     def _loss(
-        self, model: nn.Module, logits: Tensor, call: BatchCall, aux_loss: Tensor | float = 0.0
+        self, model: nn.Module, logits: Tensor, call: BatchCall, aux_loss: Tensor | float
     ) -> Tensor:
         """The loss of the batch plus `aux_loss`, the same on every rank of the group.
 
@@ -286,12 +283,15 @@ class WholeBatchHooks:
             return self.handle.loss(logits, labels)
         if num_items is None:
             num_items = sp.sum_over_ranks(count_valid(labels))
-        # a fused loss, in place of logits, is the sum over this rank's tokens
-        is_sum = call.loss == "fused"
-        share = logits / num_items if is_sum else token_loss(logits, labels, num_items)
+        if call.loss == "fused":  # in place of logits, the sum over this rank's tokens
+            share = logits / num_items
+        else:
+            share = self._token_loss(model, logits, labels, num_items)
         has_labels = torch.as_tensor(num_items, device=share.device) > 0
         return torch.where(has_labels, share * sp.size, torch.nan)  # as the mean over nothing
 
-
-def _is_our_hook(hook: Any) -> bool:
-    return isinstance(getattr(hook, "__self__", None), WholeBatchHooks)
+    def _token_loss(
+        self, model: nn.Module, logits: Tensor, labels: Tensor, num_items: Tensor | int
+    ) -> Tensor:
+        """The sum of the losses of this rank's tokens / num_items."""
+        return token_loss(logits, labels, num_items)

@@ -100,7 +100,6 @@ class LogProbabilityHooks(WholeBatchHooks):
     """
 
     whole_without_labels = False
-    compares_first = False
     _request: WantedLogits | None = None
 
     @eager

@@ -20,7 +20,7 @@ from wf_transformers.comparison.runs import LOSS
 from wf_transformers.rng import generators_of
 from wf_transformers.whole_batches.custom_loss import NUM_ITEMS
 from wf_transformers.whole_batches.hooks import GROUP_SIZE, WHOLE_LOGITS, WholeBatchHooks
-from wf_transformers.whole_batches.loaders import gather_by_group
+from wf_transformers.whole_batches.loaders import gathering_by_group
 
 
 def loss_only(_: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -69,9 +69,8 @@ def inner_loss_counted_once(
 def _counted_ranks(trainer: Any, model: nn.Module) -> int:
     """How many ranks with the same batch the Trainer counts in a loss as processes of their own."""
     multiplies = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    if not (getattr(trainer.args, "average_tokens_across_devices", False) and multiplies):
-        return 1
-    return _group_size(model)
+    sums = trainer.args.average_tokens_across_devices and multiplies
+    return _group_size(model) if sums else 1
 
 
 def _group_size(model: nn.Module) -> int:
@@ -99,8 +98,9 @@ def drawing_alike(trainer: Any, original: Callable[..., None], *args: Any, **kwa
 def gathered_once(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces the Trainer's `evaluation_loop`: before it a Seq2SeqTrainer sets `gather_function`
     to the accelerator's `gather`, which gathers a sample from every rank of its group."""
-    if trainer.gather_function == trainer.accelerator.gather:
-        trainer.gather_function = partial(gather_by_group, trainer.accelerator)
+    gather = trainer.accelerator.gather
+    if trainer.gather_function == gather:
+        trainer.gather_function = partial(gathering_by_group, trainer.accelerator, gather)
     return original(*args, **kwargs)
 
 
@@ -110,7 +110,7 @@ def compared_first(
     """Replaces the Trainer's `training_step`: compares the loss before the first step."""
     hooks = _hooks_on(model)
     _refuse_generating(trainer, hooks)
-    if hooks is not None and hooks.compares_first and hooks.handle.awaits_first:
+    if hooks is not None and hooks.handle.awaits_first:
         counts_labels = (args[0] if args else kwargs.get(NUM_ITEMS)) is not None
         with _restored_counts(trainer):
             batch = trainer._prepare_inputs(inputs)
@@ -151,9 +151,8 @@ def _loss(
     num_processes, kwargs = state.num_processes, {}
     state.num_processes = num_processes // hooks.handle.sp.size if alone else num_processes
     if counts_labels:
-        average = getattr(trainer.args, "average_tokens_across_devices", False)
-        count = (batch["labels"] != IGNORE_INDEX).sum()
-        kwargs[NUM_ITEMS] = count * state.num_processes if average else count
+        ranks = state.num_processes if trainer.args.average_tokens_across_devices else 1
+        kwargs[NUM_ITEMS] = ranks * (batch["labels"] != IGNORE_INDEX).sum()
     try:
         with trainer.compute_loss_context_manager():
             return {LOSS: trainer.compute_loss(hooks.model, dict(batch), **kwargs)}
