@@ -20,7 +20,7 @@ from colossalai.kernel.kernel_loader import CPUAdamLoader
 from colossalai.nn.optimizer import CPUAdam
 from torch import Tensor
 
-from wf_transformers import temporarily_replace
+from wf_transformers.replace import set_until
 
 
 class HostAccelerator(CpuAccelerator):
@@ -119,14 +119,13 @@ def cpu_accelerator() -> Iterator[None]:
     if torch.cuda.is_available():
         raise RuntimeError("cpu_accelerator() is for machines without a GPU; leave it out")
     with ExitStack() as undo:
-        undo.callback(setattr, api, "_ACCELERATOR", api._ACCELERATOR)
-        api.set_accelerator(HostAccelerator())
+        set_until(undo, api, "_ACCELERATOR", HostAccelerator())
         extension: Any = _AdamExtension  # not a subclass, but it has all that a loader calls
         CPUAdamLoader.register_extension(extension)
         undo.callback(CPUAdamLoader.REGISTRY.remove, extension)
         # ColossalAI calls these three functions directly, not through its accelerator. If NCCL or
         # HCCL is available, its pipeline reads torch's Backend.HCCL, which torch 2.13 lacks
-        undo.enter_context(temporarily_replace(dist, "is_hccl_available", lambda _: False))
-        undo.enter_context(temporarily_replace(c10d, "is_nccl_available", lambda _: False))
-        undo.enter_context(temporarily_replace(torch.cuda, "set_device", lambda _, device: None))
+        set_until(undo, dist, "is_hccl_available", lambda: False)
+        set_until(undo, c10d, "is_nccl_available", lambda: False)
+        set_until(undo, torch.cuda, "set_device", lambda device: None)
         yield

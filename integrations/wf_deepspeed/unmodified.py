@@ -44,8 +44,7 @@ def _initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """Replace deepspeed.initialize: apply the block; the model then takes whole batches.
 
-    Methods of the Hugging Face Trainer are replaced too, until `stack` closes: evaluation without
-    logits, the loss, and the comparison of the first batch.
+    TRAINER_METHODS of the Hugging Face Trainer are replaced too, until `stack` closes.
     """
     call = inspect.signature(original).bind(*args, **kwargs)
     call.arguments.update(with_group_batch_size(call.arguments))

@@ -69,7 +69,7 @@ class FirstStep:
         whole_batches: bool = True,
         call: ModelCall | None = None,
     ) -> None:
-        """Compare on a few tokens of the first batch that has enough. Later calls do nothing.
+        """Compare on a few tokens of the first batch that has enough, while it is `due`.
 
         Args:
             handle: of the attached model.
@@ -78,8 +78,8 @@ class FirstStep:
                 part.
             call: computes the loss of a batch, if the training step does more than call the model.
         """
-        is_first, self.due = self.due, False
-        if not is_first or handle.sp.size == 1:
+        self.due = False
+        if handle.sp.size == 1:
             return
         arguments = with_cu_seqlens(arguments)
         if not whole_batches:

@@ -84,7 +84,7 @@ def _tokens(
     if needs_padding and _takes(model, "attention_mask"):
         batch["attention_mask"] = torch.ones_like(ids) if pools else _padding(model, ids, sp)
     batch = with_required_positions(model, batch)
-    if "decoder_input_ids" in parameter_names(model) and _takes(model, "input_ids"):
+    if "decoder_input_ids" in parameter_names(model):
         batch["decoder_input_ids"] = ids.flip(1)  # T5 makes none from input_ids alone
     if labelled and _takes(model, "labels") and head_of(model) != "other":
         mask = batch.get("attention_mask", torch.ones_like(ids))

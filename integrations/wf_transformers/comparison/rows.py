@@ -32,11 +32,7 @@ class RankRows:
     """
 
     def __init__(
-        self,
-        sp: SequenceParallel,
-        batch: Mapping[str, Any],
-        uneven: bool = False,
-        whole_outputs: bool = False,
+        self, sp: SequenceParallel, batch: Mapping[str, Any], uneven: bool, whole_outputs: bool
     ) -> None:
         self._sp, self._uneven, self._whole_outputs = sp, uneven, whole_outputs
         self.shape: tuple[int, ...] = ()

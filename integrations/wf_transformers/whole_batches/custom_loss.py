@@ -167,7 +167,7 @@ def fused_fields(
     output: Mapping[str, Any],
     num_items: Tensor | int | None,
     gather: Callable[[Tensor], Tensor],
-    aux_loss: Tensor | float = 0.0,
+    aux_loss: Tensor | float,
 ) -> dict[str, Tensor]:
     """The output fields of the whole batch, (b, S - 1) as on one device, and the loss.
 

@@ -93,11 +93,6 @@ def _run(
         return method(*args, **kwargs)
 
 
-def gather_by_group(accelerator: Any, tensors: Any) -> Any:
-    """`accelerator.gather`, with the samples of every group once."""
-    return gathering_by_group(accelerator, accelerator.gather, tensors)
-
-
 def gathering_by_group(accelerator: Any, method: Function, *args: Any, **kwargs: Any) -> Any:
     """Call a method; what it gathers by `accelerator` has the samples of every group once."""
     functions = FUNCTIONS["gather_for_metrics"]
