@@ -292,6 +292,27 @@ def test_a_hidden_state_that_changes_its_length_is_refused():
         run_threads(2, forward)
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda x: x.mean((1, 2, 3)), "'last' got a hidden state with {'rows': 2}, but sharded"),
+        (lambda x: (x,), "'last' must return the hidden state, got tuple"),
+    ],
+)
+def test_leaves_that_returns_no_hidden_state_is_refused(returned, message):
+    """As a head that takes a mean over all positions."""
+
+    def forward(comm):
+        model = Model(("rows",))
+        model.last.register_forward_hook(lambda _, __, out: returned(out))
+        dsp = DynamicSequenceParallel(comm, gradients="averaged")
+        LayoutTracker(model, dsp, stages_of(("rows",)))
+        model(torch.zeros(1, 4, 4, 4, 3))
+
+    with pytest.raises(ValueError, match=message):
+        run_threads(2, forward)
+
+
 def test_a_stage_without_a_positional_argument_is_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     stages = Stages(dims={"a": 0, "b": 1}, enters="0", starts_along="a", leaves="1")

@@ -95,11 +95,10 @@ class LayoutTracker(Shared):
 
     def local_part(self, x: Tensor, cut: Cut | None) -> Tensor:
         """This rank's part of the whole hidden state x under `cut`; any other tensor unchanged."""
-        dims = self.stages.dims
-        if cut is None or x.dim() <= max(dims.values()) or self._lengths(x) != cut.lengths:
+        if cut is None or self._lengths(x) != cut.lengths:
             return x
         rank, sizes = self.dsp.rank, chunk_sizes(cut.lengths[cut.along], self.dsp.size)
-        return x.narrow(dims[cut.along], sum(sizes[:rank]), sizes[rank])
+        return x.narrow(self.stages.dims[cut.along], sum(sizes[:rank]), sizes[rank])
 
     def also_remove(self, hook: RemovableHandle) -> None:
         """Have `remove()` remove this hook, too."""
@@ -118,8 +117,8 @@ class LayoutTracker(Shared):
         self.remove()
 
     def _lengths(self, x: Tensor) -> dict[str, int]:
-        """The lengths of x along the sequence dimensions, by their names."""
-        return {name: x.shape[dim] for name, dim in self.stages.dims.items()}
+        """The lengths of x along the sequence dimensions that it has, by their names."""
+        return {name: x.shape[dim] for name, dim in self.stages.dims.items() if dim < x.dim()}
 
     def _set_in_forward(self, in_forward: bool) -> None:
         """The model's forward begins or ends; outside of it nothing is sharded."""
@@ -146,10 +145,8 @@ class LayoutTracker(Shared):
             self.current_cut = cut
         return x, *args[1:]
 
-    def _cut_of(self, name: str, x: Any) -> Cut | None:
+    def _cut_of(self, name: str, x: Tensor) -> Cut | None:
         """How the hidden state x is cut when it gets to `name`, also if the stage runs again."""
-        if not isinstance(x, Tensor) or x.dim() <= max(self.stages.dims.values()):
-            return self.current_cut  # the caller refuses such an x
         lengths = tuple(self._lengths(x).values())
         cuts = self._cuts.setdefault((name, lengths), [])
         if self._in_forward:
@@ -170,13 +167,13 @@ class LayoutTracker(Shared):
                 f"the stage {name!r} runs before {self.stages.enters!r}, where the hidden state "
                 "is cut: enters must be the first of them"
             )
-        start = self.stages.starts_along
-        if max(self.stages.dims.values()) >= x.dim():
+        start, lengths = self.stages.starts_along, self._lengths(x)
+        if len(lengths) < len(self.stages.dims):
             raise ValueError(
                 f"dims {dict(self.stages.dims)} do not fit the hidden state {tuple(x.shape)} "
                 f"that {name!r} gets"
             )
-        return Cut(start, self._lengths(x)), self.dsp.split(x, self.stages.dims[start]).tensor
+        return Cut(start, lengths), self.dsp.split(x, self.stages.dims[start]).tensor
 
     def _switch(self, name: str, old: Cut, target: str, x: Tensor) -> tuple[Cut, Tensor]:
         dims, shard = self.stages.dims, self._check_shard(name, old, x)
@@ -221,11 +218,11 @@ class LayoutTracker(Shared):
         if self._paused:
             return out
         name = self.stages.leaves
+        if not isinstance(out, Tensor):
+            raise ValueError(f"{name!r} must return the hidden state, got {type(out).__name__}")
         cut = self._cut_of(name, out)
         if cut is None:
             raise ValueError(f"{name!r} ran before {self.stages.enters!r}: nothing is sharded yet")
-        if not isinstance(out, Tensor):
-            raise ValueError(f"{name!r} must return the hidden state, got {type(out).__name__}")
         self.current_cut = None
         shard = self._check_shard(name, cut, out)
         whole = self.dsp.gather(shard, self.stages.dims[cut.along])
