@@ -193,6 +193,30 @@ def test_arguments_that_differ_between_ranks_are_refused(call, message):
     assert message in message_of_refusal(call)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda dsp, held, bad: dsp.split(X, 3 if bad else 0),
+        lambda dsp, held, bad: dsp.switch(held, 0, 0 if bad else 1),
+        lambda dsp, held, bad: dsp.gather(held, 1 if bad else 0),
+        lambda dsp, held, bad: dsp.gather_for_shards(X if bad else held, 0),
+    ],
+    ids=("split", "switch", "gather", "gather_for_shards"),
+)
+def test_arguments_that_one_rank_refuses_are_an_error_on_all(call):
+    """No rank waits for the one that refuses."""
+
+    def rank(comm):
+        dsp = DynamicSequenceParallel(comm)
+        held = dsp.split(X, 0)
+        with pytest.raises(ValueError) as refusal:
+            call(dsp, held, comm.rank == 1)
+        return str(refusal.value)
+
+    first, _ = run_threads(2, rank, timeout=20)
+    assert first == "the ranks do not agree: ranks [1] refuse their own arguments"
+
+
 def test_unknown_gradients_are_refused():
     with pytest.raises(ValueError, match="gradients must be one of"):
         DynamicSequenceParallel(gradients="sum")

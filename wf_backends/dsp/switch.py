@@ -70,9 +70,10 @@ class DynamicSequenceParallel:
         Raises:
             ValueError: if x has no such dimension, or its shape or dtype differs between ranks.
         """
-        dim = dimension(x, dim)
+        with self._consistency:  # an error in this block is raised on all ranks
+            dim = dimension(x, dim)
         dtype, shape = fingerprint(x.dtype), fingerprint(x.shape)
-        self._check_same({"dim": dim, "dtype": dtype, "shape": shape}, x)
+        self._consistency.check({"dim": dim, "dtype": dtype, "shape": shape}, {}, x)
         sizes = chunk_sizes(x.shape[dim], self.size)
         to_whole = gather_shards if self.gradients == "whole" else _zero_padded
         cut = self.comm, ranges_of(sizes), dim
@@ -89,10 +90,11 @@ class DynamicSequenceParallel:
             ValueError: if x is not sharded along from_dim, if to_dim equals from_dim or is no
                 dimension of x, or if the ranks do not hold shards of one tensor.
         """
-        from_dim = self._check(x, from_dim, "from_dim", "switch")
-        to_dim = dimension(x.tensor, to_dim, "to_dim")
-        if to_dim == from_dim:
-            raise ValueError(f"to_dim must differ from from_dim, got {to_dim} for both")
+        with self._consistency:
+            from_dim = self._check(x, from_dim, "from_dim", "switch")
+            to_dim = dimension(x.tensor, to_dim, "to_dim")
+            if to_dim == from_dim:
+                raise ValueError(f"to_dim must differ from from_dim, got {to_dim} for both")
         self._check_same_shards(x, {"to_dim": to_dim})
         sizes = chunk_sizes(x.tensor.shape[to_dim], self.size)
         old, new = (from_dim, x.sizes), (to_dim, sizes)
@@ -110,7 +112,8 @@ class DynamicSequenceParallel:
             ValueError: if x is not sharded along dim, or the ranks do not hold shards of one
                 tensor.
         """
-        dim = self._check(x, dim, "dim", "gather")
+        with self._consistency:
+            dim = self._check(x, dim, "dim", "gather")
         self._check_same_shards(x, {})
         to_shard = take_shard if self.gradients == "whole" else _take_sum
         cut = self.comm, ranges_of(x.sizes), dim
@@ -127,7 +130,8 @@ class DynamicSequenceParallel:
         Raises:
             ValueError: as `gather`.
         """
-        dim = self._check(x, dim, "dim", "gather")
+        with self._consistency:
+            dim = self._check(x, dim, "dim", "gather")
         copies = Sharded(x.tensor.expand(self.size, *x.tensor.shape), dim + 1, x.sizes)
         return self.switch(copies, dim + 1, 0).tensor.squeeze(0)
 
@@ -156,11 +160,7 @@ class DynamicSequenceParallel:
             "dtype": fingerprint(x.tensor.dtype),
             "shape beside dim": fingerprint(_resized(x.tensor.shape, x.dim, -1)),
         }
-        self._check_same(same | options, x.tensor)
-
-    def _check_same(self, values: dict[str, int], x: Tensor) -> None:
-        if self.size > 1:
-            self._consistency.check(values, {}, x)
+        self._consistency.check(same | options, {}, x.tensor)
 
 
 def chunk_sizes(length: int, num_ranks: int) -> Sizes:
