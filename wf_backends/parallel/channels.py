@@ -50,11 +50,13 @@ class ChannelExchange:
         Raises:
             ValueError: if the ranks' tensors do not belong together.
         """
-        batch_and_channels = fingerprint((len(x), *x.shape[2:]))
-        same = {"dtype": fingerprint(x.dtype), "batch and channels": batch_and_channels}
+        same = {
+            "dtype": fingerprint(x.dtype),
+            "batch and channels": fingerprint((len(x), *x.shape[2:])),
+            "cu_seqlens": fingerprint(cu_seqlens),
+        }
         lengths = self._consistency.check(same, {"rows": x.shape[1]}, x)
-        seqlen = cu_seqlens[-1] if cu_seqlens is not None else sum(lengths["rows"])
-        exchange = self._exchange(seqlen, cu_seqlens)
+        exchange = self._exchange(sum(lengths["rows"]), cu_seqlens)
         return heads_for_tokens(x, exchange, self.sp.comm, "channels").squeeze(2)
 
     @eager
