@@ -122,6 +122,18 @@ def test_cross_attention_with_a_chosen_degree_is_exact():
     assert largest(run_threads(4, cross_attention_error)) < 1e-10
 
 
+def test_the_first_rank_of_the_job_alone_logs_a_choice(caplog):
+    """Of two sequences, whose ranks share no default group of torch, as under MPI."""
+
+    def rank(comm):
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
+        x = torch.zeros(1, 8, 2, 8)
+        sp.attention(x, x, x)
+
+    run_threads(4, rank)
+    assert len([text for text in caplog.messages if text.startswith("attention by ")]) == 1
+
+
 def error_and_labels(comm, topology):
     """The error of the output under a full mask with 8 heads, and the labels of all messages."""
     sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=4), comm, topology)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 
 from wf_backends.cluster import JobTopology
 from wf_backends.comm import Communicator, ConsistencyCheck, fingerprint
@@ -131,8 +130,7 @@ class PlannedCalls:
 
     def _log_plan(self, plan: Plan, request: Request) -> None:
         """Log every choice of the planner once, on the first rank of the job."""
-        global_rank = dist.get_rank() if dist.is_initialized() else 0
-        is_first = self.comm.rank == global_rank == 0
+        is_first = self.comm.global_ranks[self.comm.rank] == 0
         if is_first and self.comm.size > 1 and plan.choice not in self._logged:
             self._logged.add(plan.choice)
             logging.getLogger(__name__).warning("attention by %s", reason(plan, request))
