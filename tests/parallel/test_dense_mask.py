@@ -58,6 +58,7 @@ def test_additive_mask_of_equal_samples_is_the_bool_mask():
     [
         (torch.ones(4), r"got \(4,\)"),
         (torch.full((4, 4), -0.5), "a bias is no mask"),
+        (torch.tensor([[0.0, torch.nan], [0.0, 0.0]]), "a bias is no mask"),
         (torch.zeros(4, 4, dtype=torch.bool), "lets no query see a key"),
         (torch.stack((torch.ones(4, 4), torch.eye(4)))[:, None] != 0, "batch of one sample"),
     ],

@@ -62,7 +62,7 @@ def slices_of_mask(mask: Tensor) -> SliceArguments:
     """
     if mask.dim() not in (2, 4):
         raise ValueError(f"mask must be (S, S') or (b, h, S, S'), got {tuple(mask.shape)}")
-    if mask.dtype != torch.bool and bool(((mask > HIDDEN) & (mask != 0)).any()):
+    if mask.dtype != torch.bool and not bool(((mask <= HIDDEN) | (mask == 0)).all()):
         raise ValueError(
             f"mask must be bool, or 0 where a key is seen and at most {HIDDEN:g} where it is not, "
             "got other values: a bias is no mask"
