@@ -16,9 +16,10 @@ from reprlib import repr as short
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 AUTO = "auto"
-UNITS = {
-    **{f"{prefix}B": 1000**i for i, prefix in enumerate(("", "K", "M", "G", "T"))},
-    **{f"{prefix}iB": 1024**i for i, prefix in enumerate(("", "K", "M", "G", "T")) if prefix},
+UNITS = {  # in capital letters -> bytes
+    "B": 1,
+    **{f"{prefix}B": 1000**i for i, prefix in enumerate("KMGT", start=1)},
+    **{f"{prefix}IB": 1024**i for i, prefix in enumerate("KMGT", start=1)},
 }
 MAX_COUNT = 2**16  # ranks, layers or parts: no job has more, and planning for more takes long
 MAX_TOKENS = 1 << 62
@@ -116,11 +117,10 @@ def parse_bytes(name: str, value: object) -> int:
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    units = {unit.upper(): size for unit, size in UNITS.items()}
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", str(value))
     size = inf
     if isinstance(value, str) and match is not None:
-        size = float(match[1]) * units.get(match[2].upper(), inf)
+        size = float(match[1]) * UNITS.get(match[2].upper(), inf)
     if not isfinite(size):
         raise ValueError(
             f'{name} must be a number of bytes or a size with its unit, such as "20GB", "20GiB" '

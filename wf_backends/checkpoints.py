@@ -66,12 +66,12 @@ def find_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> P
     Raises:
         ValueError: if it is missing or incomplete; names the newest complete checkpoint.
     """
-    folder = Path(folder)
-    tag = tag or _read(folder / LATEST)
-    if tag is None:
+    folder, latest = Path(folder), Path(folder, LATEST)
+    if not tag and not latest.is_file():
         names = complete(folder)
         problem = f"{folder} has no file {LATEST!r}; {_newest(names)}"
         raise ValueError(problem if names else f"no checkpoint in {folder}")
+    tag = tag or latest.read_text().strip()
     if problem := _problem(folder / tag):
         raise ValueError(f"checkpoint {tag!r} in {folder} {problem}; {_newest(complete(folder))}")
     return folder / tag
@@ -108,10 +108,6 @@ def _put_in_place(part: Path, whole: Path) -> None:
         whole.rename(old)
     part.rename(whole)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _read(path: Path) -> str | None:
-    return path.read_text().strip() if path.is_file() else None
 
 
 def _is_rank_0() -> bool:

@@ -23,10 +23,10 @@ from wf_backends.cli.plan import config, config_block, plain_ring, plan_data
 from wf_backends.cli.tables import print_json, table_of, wide_console
 from wf_backends.cluster import Timer, job_topology
 from wf_backends.comm import Communicator, make_comm
+from wf_backends.parallel import mask_arguments
 from wf_backends.planner import Plan, Request, all_plans, check_memory, milliseconds, scheme
-from wf_backends.schedule import SLICE_ARGUMENTS
 
-EXACT_UP_TO = 16  # ranks; on more, counting every message of every plan takes long
+EXACT_RANKS = 16  # on more, counting every message of every plan takes long
 
 
 @o.describes_model(heads=8, head_dim=64, seqlen=8192, dtype="float32")
@@ -56,8 +56,9 @@ def bench(
     with closing(launch.init()) as launched:
         comm, device = make_comm(), launched.device
         cluster = job_topology(comm, topology, device, o.cache_folder_of(cache_dir))
-        request = Request(cluster, workload, exact_up_to=EXACT_UP_TO, **o.layer_arguments(layers))
-        plans = with_ring(all_plans(with_rate(request)), with_rate(request), top)
+        request = Request(cluster, workload, exact_up_to=EXACT_RANKS, **o.layer_arguments(layers))
+        rated = with_rate(request)
+        plans = with_ring(all_plans(rated), rated, top)
         inputs = cache(partial(draw_inputs, model, comm.rank, device))
         calls = [prepare(plan, model, comm, inputs) for plan in plans]
         times = run(calls, Timer(comm, device), repeats)
@@ -157,8 +158,7 @@ def prepare(
     settings |= {"kernel": model.kernel, "partials": model.partials}
     sp = SequenceParallel(SequenceParallelConfig.from_dict(settings), comm)
     mask = model.mask_arguments()
-    slices = {key: mask[key] for key in SLICE_ARGUMENTS if key in mask}
-    q, k, v, dout = inputs(len(sp.positions(model.seqlen, **slices)))
+    q, k, v, dout = inputs(len(sp.positions(model.seqlen, **mask_arguments(mask))))
 
     def call() -> None:
         out = sp.attention(q, k, v, seqlen=model.seqlen, **mask)

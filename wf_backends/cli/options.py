@@ -109,7 +109,7 @@ class Model:
         return read_mask("--mask", self.mask)
 
     def _check_layout(self) -> None:
-        one_of("layout", self.layout, tuple(LAYOUTS))
+        one_of("--layout", self.layout, tuple(LAYOUTS))
         layout = LAYOUTS[self.layout]
         if layout.needs_documents and not self.documents:
             raise ValueError(f"--layout {self.layout} needs --documents (of `wallfacer plan`)")
@@ -166,11 +166,11 @@ def check_range(minimum: int, maximum: float = inf, **options: float) -> None:
             raise ValueError(f"{option} must be at most {maximum}, got {value}")
 
 
-def check_file(option: str, path: Path | None, endings: tuple[str, ...] = ()) -> None:
+def check_file(option: str, path: Path | None, endings: tuple[str, ...]) -> None:
     """Refuse, before any work, a path that has none of the endings or cannot be written."""
     if path is None:
         return
-    if endings and path.suffix not in endings:
+    if path.suffix not in endings:
         expected = f"one of {list(endings)}" if len(endings) > 1 else "".join(endings)
         raise ValueError(f"{option} must end in {expected}, got {str(path)!r}")
     if not path.parent.is_dir():

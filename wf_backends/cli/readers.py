@@ -14,13 +14,13 @@ from typer import Option
 SHAPES = "wallfacer.model_shapes"  # entry points: (name, itemsize or 0) -> sizes of a model
 
 
-def call_reader(group: str, command: str, *args: Any, **kwargs: Any) -> Any:
+def call_reader(group: str, command: str, *args: Any) -> Any:
     """Call the first function of the group that can be imported; ValueError if there is none."""
     reason = "none is registered: install WallFacer itself, pip install '.[transformers]'"
     for reader in entry_points(group=group):
         try:
             with redirect_stdout(sys.stderr):  # imports may print to stdout
-                return reader.load()(*args, **kwargs)
+                return reader.load()(*args)
         except ModuleNotFoundError as error:
             reason = f"{error}: pip install '.[transformers]'"
     raise ValueError(f"{command} needs the packages that read models; {reason}")

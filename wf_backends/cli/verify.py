@@ -14,7 +14,6 @@ from wf_backends.cli.readers import ModelFolder, call_reader
 from wf_backends.parallel import SequenceParallelConfig
 
 MAX_THREADS = 256
-LAYOUTS = ("zigzag", "contiguous")  # the others need documents or a mask
 VERIFIERS = "wallfacer.verifiers"  # entry points: (folder, config, layers) -> a sentence
 
 
@@ -38,7 +37,7 @@ def verify(
     """
     check_range(2, MAX_THREADS, sequence_parallel_size=sequence_parallel_size)
     check_range(0, layers=layers)
-    one_of("--layout", layout, LAYOUTS)
+    one_of("--layout", layout, ("zigzag", "contiguous"))  # others need documents or a mask
     options: dict[str, Any] = {"route": route, "ulysses_degree": ulysses_degree, "layout": layout}
     config = SequenceParallelConfig(sequence_parallel_size=sequence_parallel_size, **options)
     try:

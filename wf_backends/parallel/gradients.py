@@ -6,7 +6,8 @@ Source: LSS Transformer's double gradient averaging, arXiv 2311.02382.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class GradientMean:
         has_grad = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8)
         on_any_rank = gather_small(self.comm, has_grad).amax(0).tolist()
         used = [p for p, has_grad in zip(trained, on_any_rank, strict=True) if has_grad]
-        for bucket in _buckets(used, self.bucket_bytes) if used else ():
+        for bucket in _buckets(used, self.bucket_bytes):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = torch.cat([grad.reshape(-1) for grad in grads])
             mean = sum_on_all_ranks(self.comm, flat, "gradients", self.divisor)
@@ -112,15 +113,14 @@ class GradientMean:
                 parameter.grad = grad.view_as(parameter).clone()
 
 
-def _buckets(parameters: Sequence[nn.Parameter], max_bytes: int) -> Iterator[list[nn.Parameter]]:
+def _buckets(parameters: Iterable[nn.Parameter], max_bytes: int) -> Iterator[list[nn.Parameter]]:
     """Consecutive parameters of one dtype and device, of max_bytes at most or a single one."""
-    bucket, num_bytes = [parameters[0]], parameters[0].nbytes
-    for p in parameters[1:]:
-        same_type = (p.dtype, p.device) == (bucket[0].dtype, bucket[0].device)
-        if same_type and num_bytes + p.nbytes <= max_bytes:
+    for _, same_type in groupby(parameters, lambda p: (p.dtype, p.device)):
+        bucket, num_bytes = list[nn.Parameter](), 0
+        for p in same_type:
+            if bucket and num_bytes + p.nbytes > max_bytes:
+                yield bucket
+                bucket, num_bytes = [], 0
             bucket.append(p)
             num_bytes += p.nbytes
-        else:
-            yield bucket
-            bucket, num_bytes = [p], p.nbytes
-    yield bucket
+        yield bucket

@@ -23,7 +23,7 @@ from wf_backends.parallel.attention import AttentionMethod, DistributedAttention
 from wf_backends.parallel.data import mask_arguments, prepare_batch
 from wf_backends.parallel.loss import count_valid, token_loss
 from wf_backends.parallel.sharding import Sharding
-from wf_backends.schedule import SLICE_ARGUMENTS, padding_multiple
+from wf_backends.schedule import padding_multiple
 
 
 class SequenceParallel(AttentionMethod, Sharding, Shared):
@@ -101,8 +101,7 @@ class SequenceParallel(AttentionMethod, Sharding, Shared):
         """
         tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
         same = {key: _checksum(value) for key, value in sorted(tensors.items())}
-        same["cu_seqlens"] = fingerprint(batch.get("cu_seqlens"))
-        same |= {key: fingerprint(batch[key]) for key in SLICE_ARGUMENTS if key in batch}
+        same |= {key: fingerprint(value) for key, value in mask_arguments(batch).items()}
         on_device = next(iter(tensors.values())) if tensors else torch.empty(0)
         names = {"keys of the batch": sorted(same)}
         keys = {name: fingerprint(keys) for name, keys in names.items()}
