@@ -16,7 +16,7 @@ from transformers.models.gpt2 import GPT2Config, GPT2Model
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.models.vit import ViTConfig, ViTModel
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "autochunk"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "fold"))
 from evoformer import EvoformerBlock, OuterProductMean
 
 from wf_backends.autochunk.graph import StorageTracker

@@ -46,11 +46,9 @@ def read_csv(path: Path) -> list[Row]:
 
 def draw(rows: list[Row], path: Path, title: str, held_out_loss: float | None = None) -> None:
     """Draw the training loss over the steps, and the held-out loss as a horizontal line."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot([row.step for row in rows], [row.loss for row in rows], label="training")
     if held_out_loss is not None:

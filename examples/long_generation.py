@@ -19,19 +19,25 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import wf_transformers
 from wf_backends import SequenceParallel, SequenceParallelConfig, launch
 
-WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 256}
-HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-LIMITS = {"num_hidden_layers": 4, "max_position_embeddings": 2**20, "eos_token_id": None}
-
 
 def byte_level_llama() -> Any:
     """A random model whose tokens are bytes."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**WIDTHS, **HEADS, **LIMITS))
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=2**20,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder or name of transformers")
     parser.add_argument("--prompt-file", type=Path, default=Path(__file__).parents[1] / "README.md")
     parser.add_argument("--max-new-tokens", type=int, default=32)
@@ -42,14 +48,11 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(args.model, torch_dtype="auto")
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         ids = tokenizer(text, return_tensors="pt").input_ids
-        decode = tokenizer.decode
     else:
         model, ids = byte_level_llama(), torch.tensor([[*text.encode()]])
-        decode = lambda tokens: bytes(tokens.tolist()).decode(errors="replace")  # noqa: E731
     model, ids = model.to(job.device).eval(), ids.to(job.device)
 
-    config = SequenceParallelConfig(sequence_parallel_size=job.world_size)
-    sp = SequenceParallel(config)
+    sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=job.world_size))
     handle = wf_transformers.attach(model, sp)
     cache = wf_transformers.ShardedCache(sp)
     start = time.perf_counter()
@@ -58,7 +61,8 @@ def main() -> None:
     )
     seconds = time.perf_counter() - start
     if sp.rank == 0:
-        print(decode(tokens[0, ids.shape[1] :]))
+        new = tokens[0, ids.shape[1] :]
+        print(tokenizer.decode(new) if args.model else bytes(new.tolist()).decode(errors="replace"))
         mib = cache.nbytes / 2**20
         print(f"{ids.shape[1]} + {args.max_new_tokens} tokens in {seconds:.2f} s")
         print(f"rank 0 of {sp.size} holds {mib:.1f} MiB of keys and values")

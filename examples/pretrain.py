@@ -42,7 +42,7 @@ def main() -> None:
     job = launch.init(timeout=args.timeout, log_folder=args.out)
     set_num_threads(job)
     checkpoint = checkpoint_to_resume(args, job)
-    config = args.deepspeed_config
+    config = args.config
     if checkpoint is not None:
         config = config_for_ranks(config, args.out)
     training, held_out = split(find_files(args.data))
@@ -84,10 +84,10 @@ def train(
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--engine", default="deepspeed", choices=[*CONFIGS])
-    add("--deepspeed_config", "--config", help="default: concentric rings of 4 ranks")
+    add("--config", "--deepspeed_config", help="default: concentric rings of 4 ranks")
     add("--data", nargs="*", default=[], help="files or globs; default: Python's own sources")
     add("--steps", type=int, default=60, help="optimizer steps, counted from the first run")
     add("--seq-len", type=int, default=4096, help="tokens of a sequence")
@@ -105,7 +105,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--seq-len must be at least 1, got {args.seq_len}")
     if args.save_every < 0:
         parser.error(f"--save-every must be at least 0, got {args.save_every}")
-    args.deepspeed_config = args.deepspeed_config or CONFIGS[args.engine]
+    args.config = args.config or CONFIGS[args.engine]
     return args
 
 

@@ -34,7 +34,7 @@ def config_for_ranks(config: str, out: Path) -> str:
     """
     settings = json.loads(Path(config).read_text())
     world_size = dist.get_world_size()
-    block = settings["wallfacer"] if "wallfacer" in settings else settings
+    block = settings.get("wallfacer", settings)
     size = block.get("sequence_parallel_size", 1)
     if world_size % size == 0:
         return config

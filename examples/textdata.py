@@ -30,12 +30,12 @@ SHUFFLE_TOKENS = 2**18  # size of the window in which sequences are shuffled
 class PackedSequence:
     """S tokens and the borders 0 = c0 < c1 < ... = S of the documents in them."""
 
-    tokens: bytes | Sequence[int]
+    tokens: Sequence[int]
     borders: tuple[int, ...]
 
     def batch(self) -> dict[str, Tensor | tuple[int, ...]]:
         """The arguments of `shard_batch`: "input_ids", "labels" (1, S) int64, and "cu_seqlens"."""
-        ids = torch.tensor([list(self.tokens)])
+        ids = torch.tensor([self.tokens])
         return {"input_ids": ids, "labels": ids.clone(), "cu_seqlens": self.borders}
 
 

@@ -42,7 +42,7 @@ def collate(batch: Sequence[PackedSequence]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sequence-parallel-size", type=int, default=4)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seq-len", type=int, default=4096)

@@ -1,4 +1,4 @@
-"""The Evoformer block of `examples/autochunk/evoformer.py`, over ranks.
+"""The Evoformer block of `evoformer.py`, over ranks.
 
 Every module needs one dimension whole, and another is sharded there: residues in attention over the
 alignment's sequences, channels in the sums over triangles. A switch between them is one all-to-all.
@@ -11,17 +11,13 @@ rank's share of it.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
+from evoformer import EvoformerBlock, OuterProductMean, RowAttention, TriangleUpdate
 from torch import Tensor
 
 from wf_backends.dsp import DynamicSequenceParallel, Sharded
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "autochunk"))
-from evoformer import EvoformerBlock, OuterProductMean, RowAttention, TriangleUpdate
 
 SEQUENCES, RESIDUES = 1, 2  # dimensions of the MSA
 ROWS, COLUMNS, CHANNELS = 1, 2, 3  # dimensions of the pairs

@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--residues", type=int, default=32)
     parser.add_argument("--sequences", type=int, default=64, help="of an alignment")
     parser.add_argument("--batch", type=int, default=2, help="proteins of a step")

@@ -38,7 +38,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     manual = Path(pydoc_data.__path__[0], "topics.py")
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True, help="a file of configs/lss")
     parser.add_argument("--data", type=Path, default=manual, help="any file, read as bytes")
     parser.add_argument("--steps", type=int, default=100)

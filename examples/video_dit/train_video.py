@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True, help="a file of configs/video_dit")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--timeout", type=float, default=600, help="seconds a rank waits for peers")
@@ -56,7 +56,7 @@ def train(
     Args:
         config: "model", "parallel" and "training" of a config file.
     """
-    model_config = VideoDiTConfig(**{k: _as_tuple(v) for k, v in config["model"].items()})
+    model_config = VideoDiTConfig(**config["model"])
     training = config["training"]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = initialise(VideoDiT(model_config).to(dtype), training["seed"]).to(device)
@@ -124,10 +124,6 @@ def flow_loss(
 
 def _size(config: VideoDiTConfig) -> tuple[int, int, int]:
     return config.frames, config.height, config.width
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ L text tokens, h heads, d head_dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,7 @@ class VideoDiTConfig:
     dim: int = 64
     heads: int = 4
     text_length: int = 48
-    stages: tuple[str, ...] = ("space", "time", "space", "time")
+    stages: Sequence[str] = ("space", "time", "space", "time")
 
     def __post_init__(self) -> None:
         for name in self.stages:

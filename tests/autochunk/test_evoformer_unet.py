@@ -1,4 +1,4 @@
-"""The Evoformer block of examples/autochunk and diffusers' UNets, in slices.
+"""The Evoformer block of examples/fold and diffusers' UNets, in slices.
 
 Outputs equal the unchunked model's in float64; peaks of memory equal the plan's.
 """
@@ -20,7 +20,7 @@ from wf_backends.autochunk.graph import Effects, capture, read_steps
 from wf_backends.autochunk.select import Search
 
 with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(Path(__file__).parents[2] / "examples" / "autochunk")
+    patch.syspath_prepend(Path(__file__).parents[2] / "examples" / "fold")
     from evoformer import EvoformerBlock
 
 ModelAndInputs = tuple[nn.Module, dict[str, Any]]

@@ -16,7 +16,6 @@ from wf_backends.dsp import DynamicSequenceParallel
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(ROOT / "examples" / "fold")
-    patch.syspath_prepend(ROOT / "examples" / "autochunk")
     import train_fold
     from block_over_ranks import ROWS, SEQUENCES, block_over_ranks
     from evoformer import EvoformerBlock

@@ -8,20 +8,21 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "examples" / "autochunk"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run_example(monkeypatch: pytest.MonkeyPatch, script: str, *args: str) -> None:
-    monkeypatch.syspath_prepend(FOLDER)
+    path = EXAMPLES / script
+    monkeypatch.syspath_prepend(path.parent)
     monkeypatch.setattr(sys, "argv", [script, *args])
-    runpy.run_path(str(FOLDER / script), run_name="__main__")
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def test_fold_block_saves_memory_and_stays_exact(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = ("--residues", "24", "--sequences", "8", "--max-memory", "4MiB")
-    run_example(monkeypatch, "fold_block.py", *args)
+    run_example(monkeypatch, "fold/fold_block.py", *args)
     out = capsys.readouterr().out
     assert "saved" in out and "slices" in out
     assert float(out.split("largest difference: ")[1]) < 1e-4  # float32

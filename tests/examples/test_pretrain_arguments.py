@@ -20,7 +20,7 @@ with pytest.MonkeyPatch.context() as patch:
 @pytest.mark.parametrize("engine", CONFIGS)
 def test_each_engine_has_a_configuration_of_its_own(engine: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.argv", ["pretrain.py", "--engine", engine])
-    config = ROOT / parse_arguments().deepspeed_config
+    config = ROOT / parse_arguments().config
     assert config.is_file() and config.parent.name == engine
 
 

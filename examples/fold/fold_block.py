@@ -1,7 +1,7 @@
 """An Evoformer block of AlphaFold 2 under a memory budget, on one CPU.
 
-    python examples/autochunk/fold_block.py
-    python examples/autochunk/fold_block.py --residues 96 --max-memory 40MiB
+    python examples/fold/fold_block.py
+    python examples/fold/fold_block.py --residues 96 --max-memory 40MiB
 
 `autochunk` finds which operators to run slice by slice, and in how many slices; the model itself
 is not edited.
@@ -19,7 +19,7 @@ from wf_backends.autochunk import autochunk
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--residues", type=int, default=48)
     parser.add_argument("--sequences", type=int, default=16, help="of the alignment")
     parser.add_argument("--max-memory", default=None, help='such as "20MiB"; default: the least')

@@ -1,7 +1,7 @@
 """Find the longest prompt of a GPT-2 that fits a memory budget, and prefill it, on one CPU.
 
-    python examples/autochunk/long_prefill.py
-    python examples/autochunk/long_prefill.py --max-memory 64MiB
+    python examples/long_prefill.py
+    python examples/long_prefill.py --max-memory 64MiB
 
 The search plans each length on fake tensors; only the longest prompt is computed.
 """
@@ -33,7 +33,7 @@ def gpt2(tokens: int) -> tuple[GPT2Model, torch.Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--max-memory", default="8MiB", help="of activations")
     parser.add_argument("--max-slowdown", type=float, default=0.5)
     args = parser.parse_args()
