@@ -206,6 +206,21 @@ def test_gradient_mean_and_its_bytes(num_ranks, bucket_bytes):
     assert sum(sent for *_, sent in results) == 2 * (num_ranks - 1) * (23 * 4 + 4 * 2)
 
 
+def test_parameters_of_two_dtypes_in_turn_share_two_buckets():
+    """As in layers whose norms are in float32."""
+
+    def posts(comm, num_layers):
+        counting = Counting(comm)
+        dtypes = (torch.bfloat16, torch.float32) * num_layers
+        parameters = [nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in dtypes]
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        GradientMean(counting)(parameters)
+        return counting.posts
+
+    assert run_threads(2, posts, 8) == run_threads(2, posts, 1)
+
+
 @pytest.mark.parametrize("num_ranks", (1, 2))
 def test_parameters_without_a_gradient_on_any_rank_keep_none(num_ranks):
     """As on one device: with zeros AdamW would decay them."""

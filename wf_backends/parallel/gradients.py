@@ -114,8 +114,12 @@ class GradientMean:
 
 
 def _buckets(parameters: Iterable[nn.Parameter], max_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Consecutive parameters of one dtype and device, of max_bytes at most or a single one."""
-    for _, same_type in groupby(parameters, lambda p: (p.dtype, p.device)):
+    """Parameters of one dtype and device, of max_bytes together at most or a single one."""
+
+    def kind(p: nn.Parameter) -> tuple[str, str]:
+        return str(p.dtype), str(p.device)
+
+    for _, same_type in groupby(sorted(parameters, key=kind), kind):
         bucket, num_bytes = list[nn.Parameter](), 0
         for p in same_type:
             if bucket and num_bytes + p.nbytes > max_bytes:
