@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 
+import pytest
 import torch
 import transformers as tf
 from torch import Tensor, nn
@@ -119,3 +121,9 @@ class MLP(nn.Module):
 
 MLP_SPLIT: dict[int | str, int | str] = {0: 30_000}  # max_memory with which an MLP is split
 MLP_RESIDENT: dict[int | str, int | str] = {0: "1MB"}  # max_memory into which an MLP fits
+
+
+def split_and_resident(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test with the `memory` into which an MLP fits, too, without its warning."""
+    memory = pytest.mark.parametrize("memory", [MLP_SPLIT, MLP_RESIDENT], ids=["split", "resident"])
+    return pytest.mark.filterwarnings("ignore:the model takes")(memory(test))

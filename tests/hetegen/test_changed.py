@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.hetegen.models import MLP, MLP_RESIDENT, MLP_SPLIT, fast_device
+from tests.hetegen.models import MLP, MLP_SPLIT, fast_device, split_and_resident
 from wf_backends.hetegen import dispatch_model
 
 
@@ -122,8 +122,7 @@ def test_split_parameters_that_are_saved_by_themselves_are_loaded_as_plain_param
         assert type(loaded) is nn.Parameter and torch.equal(loaded, parameter)
 
 
-@pytest.mark.filterwarnings("ignore:the model takes")
-@pytest.mark.parametrize("memory", [MLP_SPLIT, MLP_RESIDENT], ids=["split", "resident"])
+@split_and_resident
 def test_a_dispatched_model_is_neither_copied_nor_pickled_but_its_state_dict_is(
     memory: dict,
 ) -> None:
@@ -141,8 +140,7 @@ def test_a_dispatched_model_is_neither_copied_nor_pickled_but_its_state_dict_is(
     assert torch.equal(copy.deepcopy(model)(x), model(x))
 
 
-@pytest.mark.filterwarnings("ignore:the model takes")
-@pytest.mark.parametrize("memory", [MLP_SPLIT, MLP_RESIDENT], ids=["split", "resident"])
+@split_and_resident
 def test_a_device_is_refused_for_a_second_model(memory: dict) -> None:
     """An error of one model would stop the lanes of both, and its memory is counted for one."""
     device = fast_device()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +109,14 @@ def test_outputs_and_state_are_exact_and_only_experts_with_tokens_are_copied(
     assert 0 < sum(streamed[name] for name in with_tokens) <= copied < sum(streamed.values())
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert "forward" not in vars(model.experts)
+
+
+def test_experts_for_a_token_are_those_of_the_text_in_a_model_with_images() -> None:
+    model: Any = Model(False)
+    model.config = SimpleNamespace(text_config=SimpleNamespace(num_experts_per_tok=1))
+    with dispatch_model(model, max_memory(model, 0.4), fast_device()) as handle:
+        experts = [split.linear for split in handle.plan.splits if split.linear.expert]
+    assert {linear.routed for linear in experts} == {1 / NUM_EXPERTS}
 
 
 def test_remove_restores_a_forward_that_was_set_on_the_layer() -> None:

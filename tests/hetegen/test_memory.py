@@ -90,20 +90,22 @@ def test_remove_frees_slabs_pinned_memory_and_resident_rows_at_once_while_the_ha
     assert handle.report()["decode"]["passes"] == 1
 
 
-def test_without_pinned_memory_outputs_are_exact_and_the_plan_counts_with_slower_copies() -> None:
+@pytest.mark.parametrize("pin_memory", [True, "weights"])
+def test_without_pinned_memory_outputs_are_exact_and_the_plan_counts_with_slower_copies(
+    pin_memory: bool | str,
+) -> None:
     class NoPinnedMemory(ShapedDevice):
         def pinned(self, nbytes: int) -> Tensor:
             raise MemoryError("no pinned memory is left")
 
     model, x = MLP(), torch.randn(1, 64)
-    device = NoPinnedMemory(1e7, 1e7, 1e9)
-    with pytest.warns(UserWarning, match=r"5e\+06 bytes/s instead of 1e\+07.*s instead of"):
-        handle = dispatch_model(model, MEMORY, device)
-    with torch.no_grad():
+    device, message = NoPinnedMemory(1e7, 1e7, 1e9), r"pageable, 5e\+06 bytes/s instead of 1e\+07"
+    with pytest.warns(UserWarning, match=rf"copies are {message}.*s instead of"):
+        handle = dispatch_model(model, MEMORY, device, pin_memory=pin_memory)
+    with handle, torch.no_grad():
         torch.testing.assert_close(model(x), MLP()(x), rtol=0, atol=1e-5)
-    assert device.pinned_bytes == 0 and handle.plan.rates.link == 5e6
-    assert handle.plan.splits[0].alpha("decode") > 0.5  # 0.5 with a link as fast as the host
-    handle.remove()
+        assert device.pinned_bytes == 0 and handle.plan.rates.link == 5e6
+        assert handle.plan.splits[0].alpha("decode") > 0.5  # 0.5 with a link as fast as the host
 
 
 def test_pin_memory_false_needs_host_memory_for_the_weights_alone() -> None:
@@ -150,15 +152,3 @@ def test_weights_that_no_copy_reads_are_not_pinned() -> None:
     device = fast_device()
     with dispatch_model(MLP(), MEMORY, device, alpha=1.0, pin_memory="weights"):
         assert device.pinned_bytes == 0
-
-
-def test_without_memory_to_pin_weights_copies_are_pageable_and_outputs_exact() -> None:
-    class NoPinnedMemory(ShapedDevice):
-        def pinned(self, nbytes: int) -> Tensor:
-            raise MemoryError("no pinned memory is left")
-
-    model, x = MLP(), torch.randn(1, 64)
-    with pytest.warns(UserWarning, match=r"copies are pageable, 5e\+06 bytes/s instead of 1e\+07"):
-        handle = dispatch_model(model, MEMORY, NoPinnedMemory(1e7, 1e7, 1e9), pin_memory="weights")
-    with handle, torch.no_grad():
-        torch.testing.assert_close(model(x), MLP()(x), rtol=0, atol=1e-5)

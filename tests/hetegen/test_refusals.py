@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.hetegen.models import MLP, MLP_RESIDENT, MLP_SPLIT, fast_device
+from tests.hetegen.models import MLP, MLP_SPLIT, fast_device, split_and_resident
 from wf_backends.hetegen import Accelerator, ShapedDevice, dispatch_model
 from wf_backends.hetegen.split_model import SplitWeight
 
@@ -62,12 +62,6 @@ def test_call_seconds_that_are_negative_or_not_finite_are_refused(value: Any) ->
         ShapedDevice(1e8, 2e8, 1e10, value)
 
 
-split_and_resident = pytest.mark.parametrize(
-    "memory", [MLP_SPLIT, MLP_RESIDENT], ids=["split", "resident"]
-)
-
-
-@pytest.mark.filterwarnings("ignore:the model takes")
 @split_and_resident
 def test_a_model_its_parts_and_its_parents_are_not_split_again_before_remove(memory: Any) -> None:
     model, x = MLP(), torch.randn(2, 64)
@@ -84,7 +78,6 @@ def test_a_model_its_parts_and_its_parents_are_not_split_again_before_remove(mem
         assert vars(model).keys() == vars(MLP()).keys()
 
 
-@pytest.mark.filterwarnings("ignore:the model takes")
 @split_and_resident
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 def test_weights_are_not_loaded_into_a_split_model(memory: Any, assign: bool) -> None:
@@ -105,13 +98,20 @@ def test_weights_are_not_loaded_into_a_split_model(memory: Any, assign: bool) ->
         assert torch.equal(model.layers[1].bias, state["layers.1.bias"])
 
 
+class ScaledEmbedding(nn.Embedding):
+    """As in Gemma 3 and BART."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return 4.0 * super().forward(ids)
+
+
 class TiedModel(nn.Module):
     """An embedding, and a head with the same weight."""
 
-    def __init__(self, max_norm: float | None) -> None:
+    def __init__(self, embedding_class: type[nn.Embedding], max_norm: float | None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(96, 64, max_norm=max_norm)
+        self.embedding = embedding_class(96, 64, max_norm=max_norm)
         self.mlp = MLP(2)
         self.head = nn.Linear(64, 96, bias=False)
         self.head.weight = self.embedding.weight
@@ -120,13 +120,16 @@ class TiedModel(nn.Module):
         return self.head(self.mlp(self.embedding(ids)))
 
 
-@pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_an_embedding_with_max_norm_which_writes_to_its_weight_is_not_split(
-    max_norm: float | None,
+@pytest.mark.parametrize(
+    ("embedding_class", "max_norm"),
+    [(nn.Embedding, None), (ScaledEmbedding, None), (nn.Embedding, 1.0)],
+)
+def test_a_head_is_split_unless_its_embedding_has_max_norm_and_writes_to_the_weight(
+    embedding_class: type[nn.Embedding], max_norm: float | None
 ) -> None:
-    model, ids = TiedModel(max_norm), torch.arange(8)[None]
+    model, ids = TiedModel(embedding_class, max_norm), torch.arange(8)[None]
     with torch.no_grad():
-        expected = TiedModel(max_norm)(ids)
+        expected = TiedModel(embedding_class, max_norm)(ids)
         with dispatch_model(model, {0: 45_000}, fast_device()):
             assert isinstance(model.head.weight, SplitWeight) == (max_norm is None)
             for _ in range(2):

@@ -12,14 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.hetegen.models import MLP, MLP_RESIDENT, MLP_SPLIT, fast_device
+from tests.hetegen.models import MLP, MLP_SPLIT, fast_device, split_and_resident
 from wf_backends.hetegen import ShapedDevice, dispatch_model
 
 TIMEOUT = 20  # seconds; a thread that has not ended by then is in a deadlock
-
-split_and_resident = pytest.mark.parametrize(
-    "memory", [MLP_SPLIT, MLP_RESIDENT], ids=["split", "resident"]
-)
 
 
 @pytest.fixture
@@ -83,6 +79,24 @@ def test_after_calls_of_several_threads_each_call_is_counted_as_a_pass() -> None
             assert handle.report()["decode"]["passes"] == passes
 
 
+@pytest.mark.usefixtures("frequent_thread_switches")
+def test_a_report_may_be_read_while_another_thread_calls_the_model() -> None:
+    with dispatch_model(MLP(), MLP_SPLIT, fast_device()) as handle:
+        assert handle._runner is not None
+        add_call, done = handle._runner.record.add_call, threading.Event()
+
+        def call() -> None:
+            while not done.is_set():
+                add_call("decode", True, 0.0, 1.0)
+
+        thread = start(call)
+        try:
+            assert all(handle.report()["decode"]["passes"] >= 0 for _ in range(300))
+        finally:
+            done.set()
+            join([thread])
+
+
 class PausedMLP(nn.Module):
     """Calls an MLP twice, and waits for `resume` between the calls."""
 
@@ -97,7 +111,6 @@ class PausedMLP(nn.Module):
         return self.mlp(x)
 
 
-@pytest.mark.filterwarnings("ignore:the model takes")
 @split_and_resident
 def test_remove_is_refused_while_another_thread_calls_the_model(memory: dict) -> None:
     model, x, outputs, device = PausedMLP(), torch.randn(2, 64), list[Tensor](), fast_device()
@@ -138,7 +151,6 @@ def test_remove_in_another_thread_works_after_ctrl_c_in_a_call() -> None:
     assert device.bytes == 0
 
 
-@pytest.mark.filterwarnings("ignore:the model takes")
 @split_and_resident
 def test_remove_is_refused_in_a_hook_of_the_model_but_not_of_another(memory: dict) -> None:
     """Also in a hook of a linear that is called by itself."""
@@ -166,7 +178,6 @@ def test_remove_is_refused_in_a_hook_of_the_model_but_not_of_another(memory: dic
         assert torch.equal(model(x), reference(x)) and len(errors) == 2
 
 
-@pytest.mark.filterwarnings("ignore:the model takes")
 @split_and_resident
 def test_remove_in_two_threads_closes_the_device_once_before_either_returns(memory: dict) -> None:
     closing, closed = threading.Event(), list[float]()

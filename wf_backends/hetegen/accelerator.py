@@ -13,6 +13,7 @@ would then block the thread, which needs the GIL.)
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -64,6 +65,11 @@ class Streams:
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)
+
+    def clock(self) -> float:
+        """The time in seconds, when all work on the streams has ended."""
+        self.synchronize()
+        return time.perf_counter()
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -146,14 +152,14 @@ class Accelerator(Lanes):
                 after.recording.result()
             after.event.wait(self.streams.current())
         run()
-        return self._record()
+        return StreamEnd(self._record())
 
     def compute_on_host(self, write: Write, x: Tensor, out: Tensor, nbytes: int) -> HostOutput:
         host_x, memory = self._host_memory("x", x), self._host_memory("out", out)
         if self._copied_out is not None:
             self._copied_out.wait(self.streams.current())
         host_x.copy_(x, non_blocking=True)
-        wait = self._record().event.synchronize
+        wait = self._record().synchronize
         computing = self.submit("host", partial(write, host_x, memory), after=wait)
         return HostOutput(computing, memory, out)
 
@@ -178,14 +184,14 @@ class Accelerator(Lanes):
         self._copied_out = self.now()
         return self._copied_out
 
-    def _record(self, timed: bool = False) -> StreamEnd:
-        """The end of the work that the caller's stream has now."""
+    def _record(self, timed: bool = False) -> Any:
+        """An event at the end of the work that the caller's stream has now."""
         event = self.streams.event(timed)
         event.record(self.streams.current())
-        return StreamEnd(event)
+        return event
 
     def now(self) -> Any:
-        return self._record(timed=True).event
+        return self._record(timed=True)
 
     def seconds(self, start: Any, end: Any) -> float:
         end.synchronize()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from wf_backends._validation import is_real, of_type, parse_bytes
 from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.modules import HostWeight, find_weights
-from wf_backends.hetegen.pinned import pin_weights
+from wf_backends.hetegen.pinned import move, pin_weights
 from wf_backends.hetegen.runner import Device, Runner
 from wf_backends.hetegen.split_model import (
     check_not_called,
@@ -30,7 +30,6 @@ from wf_backends.hetegen.split_model import (
 from wf_backends.hetegen.weights import PHASES, Pinned, Plan, Request, make_plan
 
 ACCELERATOR = "accelerator"
-MEMORY_KEYS = (ACCELERATOR, "cpu")
 MAX_SETTING = 2**40  # tokens, sequences or slabs
 PINNED: dict[bool | str, Pinned] = {True: "slabs", False: "nothing", "weights": "weights"}
 """pin_memory -> the host memory that is pinned."""
@@ -152,7 +151,7 @@ def _parse_memory(max_memory: Mapping[int | str, int | str]) -> tuple[int, float
     sizes: dict[str, int] = {}
     for key, value in max_memory.items():
         memory = ACCELERATOR if str(key) == "0" else str(key)
-        if memory not in MEMORY_KEYS:
+        if memory not in (ACCELERATOR, "cpu"):
             raise ValueError(
                 f'max_memory may have the keys 0 (or "{ACCELERATOR}") and "cpu", got {key!r}'
             )
@@ -232,8 +231,7 @@ def _split(model: nn.Module, device: Device, plan: Plan) -> Handle:
             split_weights(model, weights, runner, undo)
         for tensor in _unsplit_tensors(model, weights):
             undo.callback(setattr, tensor, "data", tensor.data)
-            with torch.inference_mode(tensor.is_inference()):  # a mix has no version counter
-                tensor.data = device.place(tensor.data)
+            move(tensor, device.place)
         return Handle(model, plan, runner, undo.pop_all())
 
 

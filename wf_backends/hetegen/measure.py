@@ -70,7 +70,7 @@ def measure_rates(
     else:
         device_weights = [weight.to(streams.device) for weight in weights]
         pinned = [streams.pinned(weights[0].shape, dtype) for _ in range(PINNED_BUFFERS)]
-        clock = _synchronized_clock(streams)
+        clock = streams.clock
     slab = torch.empty_like(device_weights[0])
 
     def new_device(link: float, call_seconds: float) -> Device:
@@ -172,16 +172,6 @@ def measure_call(device: Device) -> tuple[float, float]:
     between = figures["call_seconds"]
     in_calls = figures["measured_seconds"] - (NUM_LINEARS - 1) * between
     return between, max(0.0, in_calls / NUM_LINEARS)
-
-
-def _synchronized_clock(streams: Streams) -> Callable[[], float]:
-    """A clock that first waits until all work on the streams has ended."""
-
-    def clock() -> float:
-        streams.synchronize()
-        return time.perf_counter()
-
-    return clock
 
 
 def _seconds_per_run(

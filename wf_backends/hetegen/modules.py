@@ -94,12 +94,14 @@ def find_weights(model: nn.Module) -> list[HostWeight]:
         ValueError: if there are none.
     """
     num_users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    embeddings = [module for module in model.modules() if type(module) is nn.Embedding]
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     num_embeddings = Counter(id(m.weight) for m in embeddings if m.max_norm is None)
     candidates = list(_candidates(model))
     layers = {m[0]: m[1] for name, *_ in candidates if (m := EXPERT_NAME.match(name))}
     layer_experts = Counter(layers.values())  # layer -> number of its experts
-    experts_per_token = getattr(getattr(model, "config", None), "num_experts_per_tok", 2)
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", config)  # of a model of texts and images
+    experts_per_token = getattr(config, "num_experts_per_tok", 2)
     weights: list[HostWeight] = []
     for name, parameter, tensor, dim in candidates:
         if tensor.numel() and num_users[id(parameter)] - num_embeddings[id(parameter)] == 1:

@@ -27,15 +27,17 @@ class PinnedBlocks:
         self._blocks: list[Tensor] = []
         self._used: list[int] = []  # bytes of each block, from its start
 
-    def empty_like(self, tensor: Tensor) -> Tensor:
-        """Pinned memory of a contiguous tensor's shape and dtype."""
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy in pinned memory."""
+        tensor = tensor.contiguous()
         index = self._with_room(tensor.nbytes)
         start = self._used[index]
         self._used[index] += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         memory = self._blocks[index].untyped_storage()
         # A view of a block made elsewhere would be no inference tensor where the weight is one.
         offset = start // tensor.itemsize
-        return tensor.new_empty(0).set_(memory, offset, tensor.shape, tensor.stride())
+        view = tensor.new_empty(0).set_(memory, offset, tensor.shape, tensor.stride())
+        return view.copy_(tensor)
 
     def _with_room(self, nbytes: int) -> int:
         """The first block with room for so many bytes."""
@@ -59,12 +61,11 @@ def pin_weights(
     """
     blocks = PinnedBlocks(allocate)
     for parameter in parameters:
-        with torch.inference_mode(parameter.is_inference()):  # a mix has no version counter
-            weight = parameter.data.contiguous()
-            parameter.data = blocks.empty_like(weight).copy_(weight)
-        undo.callback(_unpin, parameter)
+        move(parameter, blocks.copy)
+        undo.callback(move, parameter, Tensor.clone)
 
 
-def _unpin(parameter: nn.Parameter) -> None:
-    with torch.inference_mode(parameter.is_inference()):
-        parameter.data = parameter.data.clone()
+def move(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> None:
+    """Have a parameter or buffer use the memory of a copy."""
+    with torch.inference_mode(tensor.is_inference()):  # a mix has no version counter
+        tensor.data = copy(tensor.data)

@@ -208,10 +208,11 @@ class Record:
     def add_call(self, phase: Phase, begins_pass: bool, start: Moment, end: Moment) -> None:
         """Keep a call's start and end."""
         if begins_pass or not self._passes:
-            self._passes.append((phase, []))
+            self._passes.append((phase, [start, end]))
             self._num_passes[phase] += 1
             self._start = start if self._start is None else self._start
-        self._passes[-1][1].extend((start, end))
+        else:
+            self._passes[-1][1].extend((start, end))
 
     def report(self) -> dict:
         """The result of `Handle.report`."""
@@ -232,7 +233,8 @@ class Record:
 
     def _phase_report(self, phase: Phase) -> dict[str, float | None]:
         plan, seconds = self._plan, self._device.seconds
-        passes = [moments for pass_phase, moments in self._passes if pass_phase == phase]
+        kept = list(self._passes)  # another thread may add to them meanwhile
+        passes = [moments for pass_phase, moments in kept if pass_phase == phase]
         pass_seconds = [seconds(moments[0], moments[-1]) for moments in passes]
         # From the end of one call to the start of the next.
         gaps = [list(map(seconds, moments[1::2], moments[2::2])) for moments in passes]

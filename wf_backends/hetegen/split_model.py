@@ -154,8 +154,8 @@ def split_weights(
             expert = nn.Parameter(weight.tensor, requires_grad=False)
             parameter.experts.append(expert)
             parameter = expert
-        product = {"runner": runner, "index": index, "rows_dim": weight.dim}
-        _make_split(parameter, undo, compute_device=device, **product)
+        attributes = {"runner": runner, "index": index, "rows_dim": weight.dim}
+        _make_split(parameter, undo, compute_device=device, **attributes)
 
 
 def _uncompiled(module: nn.Module, *_: Any) -> Callable[..., Any]:
