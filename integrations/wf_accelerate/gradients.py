@@ -66,6 +66,4 @@ def _parameters(optimizer: Any) -> Iterator[nn.Parameter]:
 
 def _steps_by_ddp(optimizer: Any) -> bool:
     """Whether DDP itself steps, after it has averaged (torch's `_apply_optimizer_in_backward`)."""
-    return all(
-        hasattr(parameter, "_in_backward_optimizers") for parameter in _parameters(optimizer)
-    )
+    return all(hasattr(p, "_in_backward_optimizers") for p in _parameters(optimizer))

@@ -96,8 +96,8 @@ def what_generates(trainer: Any) -> list[str]:
 def refuse_rollouts(trainer: Any) -> None:
     """Refuse a trainer of TRL that generates as it trains, other than those of
     `connect_trl`: its model would be called with a KV cache, and its teacher with whole batches."""
-    files = (sys.modules[cls.__module__] for cls in type(trainer).__mro__)
-    if any(f.__name__.startswith("trl.") and hasattr(f, GENERATES) for f in files):
+    files = (cls.__module__ for cls in type(trainer).__mro__)
+    if any(f.startswith("trl.") and hasattr(sys.modules.get(f), GENERATES) for f in files):
         raise NotImplementedError(
             f"{type(trainer).__name__} generates completions in training, with its model or a "
             "teacher, in a way that is not known here: of TRL's trainers that do, GRPOTrainer and "
@@ -133,17 +133,18 @@ def set_generation_batch(trainer: Any, size: int, handle: Handle) -> None:
                 f"{key}={value!r}: TRL divides by a standard deviation over the samples of all "
                 "ranks, where those of a sequence count once for each of its ranks; leave it out"
             )
-    evaluates = trainer.eval_dataset is not None
-    train_samples = args.per_device_train_batch_size * args.steps_per_generation
-    eval_samples = args.per_device_eval_batch_size if evaluates else 0
-    eval_key = "num_generations_eval"  # TRL 0.19 has no such option
-    eval_key = eval_key if getattr(args, eval_key, None) else "num_generations"
-    for name, samples, key in (
-        ("per_device_train_batch_size x steps_per_generation", train_samples, "num_generations"),
-        ("per_device_eval_batch_size", eval_samples, eval_key),
-    ):
-        _refuse_split_completions(name, samples, key, getattr(args, key))
+    samples = args.per_device_train_batch_size * args.steps_per_generation
+    name = "per_device_train_batch_size x steps_per_generation"
+    _refuse_split_completions(name, samples, "num_generations", args.num_generations)
+    if trainer.eval_dataset is not None:
+        _refuse_split_evaluation(args, args.per_device_eval_batch_size)
     handle.set(args, "generation_batch_size", args.generation_batch_size // size)
+
+
+def _refuse_split_evaluation(args: Any, samples: int) -> None:
+    key = "num_generations_eval"  # TRL 0.19 has no such option
+    key = key if getattr(args, key, None) else "num_generations"
+    _refuse_split_completions("per_device_eval_batch_size", samples, key, getattr(args, key))
 
 
 def _refuse_split_completions(name: str, samples: int, key: str, generations: int) -> None:
@@ -165,8 +166,6 @@ def _rewards_of_first_ranks(
     num_ranks = PartialState().num_processes
     samples = len(gathered) // num_ranks
     if not trainer.model.training:  # on data that the trainer did not have when it was connected
-        generations = getattr(trainer, "num_generations_eval", trainer.num_generations)
-        name = "per_device_eval_batch_size"
-        _refuse_split_completions(name, samples, "num_generations_eval", generations)
+        _refuse_split_evaluation(trainer.args, samples)
     by_rank = gathered.unflatten(0, (num_ranks // size, size, samples))
     return by_rank[:, :1].expand_as(by_rank).flatten(0, 2)

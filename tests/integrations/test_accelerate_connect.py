@@ -278,6 +278,14 @@ def test_the_losses_of_a_trainer_with_its_own_compute_loss_are_replaced(tmp_path
     assert trainer.label_smoother is smoother
 
 
+def test_a_trainer_of_a_file_that_python_does_not_list_is_connected(tmp_path: Path) -> None:
+    """As if loaded by importlib from its path, or sent by cloudpickle."""
+    mine: Any = type("Mine", (Trainer,), {"__module__": "not_in_sys_modules"})
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = mine(tiny_llama(), arguments)
+    wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1}).remove()
+
+
 def generating_trainer(folder: Path) -> Any:
     """A Trainer whose evaluation generates tokens for each sample."""
     arguments = Seq2SeqTrainingArguments(

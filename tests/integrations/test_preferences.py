@@ -179,7 +179,7 @@ def test_an_evaluation_of_other_data_may_not_split_completions_of_a_prompt(tmp_p
     trainer = make_grpo_trainer(tmp_path)
     trainer.args.per_device_eval_batch_size = 3
     with wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1}):
-        with pytest.raises(ValueError, match="eval_batch_size = 3 must be a multiple of"):
+        with pytest.raises(ValueError, match=r"= 3 must be a multiple of num_generations = 4"):
             trainer.evaluate(trainer.train_dataset)
 
 
