@@ -16,7 +16,6 @@ from wf_diffusers.cuts import Family, cut
 from wf_diffusers.refused import why_not
 
 CONTROL = "controlnet_block_samples"
-KWARGS = "arguments of attention, such as an IP-Adapter's"
 TEXT = "encoder_hidden_states"
 JOINT = cut("transformer_blocks.0", TEXT, "hidden_states")
 IMAGE = cut("transformer_blocks.0", "hidden_states")
@@ -38,7 +37,6 @@ FLUX = Family(
             f"hidden_states img_ids {CONTROL} controlnet_single_block_samples",
         ),
     ),
-    refused=(("joint_attention_kwargs", KWARGS),),
     allows_empty_stream=True,
 )
 WAN = Family(
@@ -52,7 +50,6 @@ WAN = Family(
 SD3 = Family(
     attention=("transformer_blocks.*.attn", "transformer_blocks.*.attn2"),
     cuts=(cut("", TEXT, "block_controlnet_hidden_states", kept=TEXT), JOINT),
-    refused=(("joint_attention_kwargs", KWARGS),),
     last_stream_attends_alone=True,
 )
 HUNYUAN = Family(
@@ -72,7 +69,7 @@ SECOND_TEXT = ("encoder_attention_mask_2", f"{TEXT}_2")
 COGVIEW = Family(
     attention=PIXART.attention,
     cuts=(JOINT, cut("transformer_blocks.*", "image_rotary_emb")),
-    refused=(("attention_kwargs", KWARGS), ("attention_mask", "a mask of the text")),
+    refused=(("attention_mask", "a mask of the text"),),
     last_stream_attends_alone=True,
 )
 SKYREELS_ROTARY = 1 if hasattr(transformer_skyreels_v2, "SkyReelsV2AttnProcessor") else 2
@@ -91,18 +88,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             SD3,
             attention=("joint_transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
             cuts=(replace(JOINT, module="joint_transformer_blocks.0"),),
-            refused=(("attention_kwargs", KWARGS),),
             last_stream_attends_alone=False,
         ),
-        "BriaTransformer2DModel": replace(FLUX, refused=(("attention_kwargs", KWARGS),)),
+        "BriaTransformer2DModel": FLUX,
         "ChromaTransformer2DModel": replace(
-            FLUX, refused=(*FLUX.refused, ("attention_mask", "a mask of text and image in one"))
+            FLUX, refused=(("attention_mask", "a mask of text and image in one"),)
         ),
         "ChronoEditTransformer3DModel": WAN,
         "CogVideoXTransformer3DModel": replace(
             PIXART,
             cuts=(cut("", TEXT, "image_rotary_emb", kept=TEXT), JOINT),
-            refused=(("attention_kwargs", KWARGS),),
         ),
         "CogView3PlusTransformer2DModel": replace(PIXART, cuts=(JOINT,)),
         "CogView4Transformer2DModel": COGVIEW,
@@ -122,10 +117,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "FluxTransformer2DModel": FLUX,
         "Flux2Transformer2DModel": replace(
             FLUX,
-            refused=(
-                ("joint_attention_kwargs", KWARGS),
-                ("kv_cache_mode", "keys of reference images, which are kept whole"),
-            ),
+            refused=(("kv_cache_mode", "keys of reference images, which are kept whole"),),
         ),
         "GlmImageTransformer2DModel": replace(
             COGVIEW,
@@ -183,7 +175,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             cuts=(cut("layers.0", "hidden_states"), cut("layers.*", "image_rotary_emb")),
             gathered="norm_out",
             text_masks=(("encoder_attention_mask", TEXT),),
-            refused=(("attention_kwargs", KWARGS),),
         ),
         "MochiTransformer3DModel": replace(
             PIXART,
@@ -219,7 +210,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 cut("transformer_blocks.*", "image_rotary_emb.1", "image_rotary_emb.0"),
                 cut("transformer_blocks.*", "modulate_index", dims=(1,), reuses_layout=True),
             ),
-            refused=(("attention_kwargs", KWARGS),),
             text_masks=QWEN_MASKS,
             lists=("img_shapes", "txt_seq_lens"),
             masks_are_true=True,

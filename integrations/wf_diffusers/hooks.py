@@ -7,7 +7,7 @@ text and image are in the same proportion as in the whole sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -32,6 +32,7 @@ from wf_diffusers.samples import (
 )
 from wf_transformers import Handle
 from wf_transformers.calls import by_name, parameter_names
+from wf_transformers.replace import temporarily_replace
 
 Arguments = dict[str, Any]
 Hook = Callable[[nn.Module, Any, Tensor], Tensor]
@@ -52,10 +53,12 @@ class TransformerHooks:
                 take_over(module, self.attention, handle)
         self._register(model)
         if family.text_masks or family.lists:
-            self._take_apart(model)
+            apart = temporarily_replace(model, "forward", self._forward)
+            handle.undo.enter_context(apart)
 
     def _register(self, model: nn.Module) -> None:
-        modules = ((m, cut) for cut in self.family.cuts for m in find_modules(model, cut.module))
+        cuts = [cut for cut in self.family.cuts if cut.module]
+        modules = ((m, cut) for cut in cuts for m in find_modules(model, cut.module))
         self.handle.hooks(
             model.register_forward_pre_hook(self._before_model, with_kwargs=True),
             *(self._register_cut(module, cut) for module, cut in modules),
@@ -82,9 +85,8 @@ class TransformerHooks:
     @eager
     def _before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
         """Check the arguments of a call of the model (supported, and the same on every rank), and
-        take the padding off its text."""
+        prepare them, unless samples are computed one after the other."""
         arguments = by_name(parameter_names(model), args, kwargs)
-        self._layout, self._called = (), True
         if (wanted := self._find_gathered(model)) != list(self._gathered):  # adapters came or went
             self._hook_gathered(wanted)
         leave_out_unused(arguments, self.family)
@@ -95,31 +97,29 @@ class TransformerHooks:
         self._apart = lengths_differ(arguments, self.family)
         if self._apart:
             refuse_cache(model)
-            self._called = False  # `_call_apart` follows
         else:
-            take_off_padding(arguments, self.family)
+            self._prepare(arguments)
         return (), arguments
 
-    def _take_apart(self, model: nn.Module) -> None:
-        """Have the model compute samples with texts of different lengths one after the other."""
-        original = model.forward
+    def _prepare(self, arguments: Arguments) -> None:
+        """Take the padding off the text of a call, and cut what no module but the model takes."""
+        self._layout, self._called = (), True
+        take_off_padding(arguments, self.family)
+        for cut in self.family.cuts:
+            if not cut.module:
+                self._cut(cut, arguments)
 
-        @wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            call = self._call_apart if self._apart else original
-            return call(*args, **kwargs)
-
-        self._forward = original
-        self.handle.set(model, "forward", forward)
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The model's forward: of samples with texts of different lengths one after the other."""
+        return self._call_apart(original, kwargs) if self._apart else original(*args, **kwargs)
 
     @eager
-    def _call_apart(self, **arguments: Any) -> Any:
+    def _call_apart(self, original: Callable[..., Any], arguments: Arguments) -> Any:
         self._apart = False
         outputs = list[Any]()
         for sample in samples_of(arguments, self.family):
-            take_off_padding(sample, self.family)
-            self._layout, self._called = (), True
-            outputs.append(self._forward(**sample))
+            self._prepare(sample)
+            outputs.append(original(**sample))
         return join(outputs)
 
     def _register_cut(self, module: nn.Module, cut: Cut) -> Any:
@@ -129,19 +129,23 @@ class TransformerHooks:
         @eager
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
             arguments = by_name(names, args, kwargs)
-            value = _get_argument(arguments, cut.streams[-1][0])
-            if value is None or (cut.ndim and _is_for_all_tokens(value, cut)):
-                return None
-            layouts = [self._layout] if cut.reuses_layout else self._layouts(cut, arguments)
-            for stream, layout, dim in zip(cut.streams, layouts, cut.dims, strict=False):
-                take = partial(take_rows, self.sp, layout, dim)
-                for path in set(stream) - {cut.kept}:
-                    rows = tree_map_only(Tensor, take, _get_argument(arguments, path))
-                    _set_argument(arguments, path, rows)
-            self._layout = layouts[-1]
-            return (), arguments
+            return ((), arguments) if self._cut(cut, arguments) else None
 
         return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _cut(self, cut: Cut, arguments: Arguments) -> bool:
+        """Cut arguments of a call; False if there is nothing to cut."""
+        value = _get_argument(arguments, cut.streams[-1][0])
+        if value is None or (cut.ndim and _is_for_all_tokens(value, cut)):
+            return False
+        layouts = [self._layout] if cut.reuses_layout else self._layouts(cut, arguments)
+        for stream, layout, dim in zip(cut.streams, layouts, cut.dims, strict=False):
+            take = partial(take_rows, self.sp, layout, dim)
+            for path in set(stream) - {cut.kept}:
+                rows = tree_map_only(Tensor, take, _get_argument(arguments, path))
+                _set_argument(arguments, path, rows)
+        self._layout = layouts[-1]
+        return True
 
     def _layouts(self, cut: Cut, arguments: Arguments) -> list[Layout]:
         """Return the layout of each stream."""

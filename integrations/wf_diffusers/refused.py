@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from wf_diffusers.cuts import Family
 
+ATTENTION_KWARGS = ("joint_attention_kwargs", "attention_kwargs")
 CACHE = (
     "a cache that skips blocks by the values of tokens: a rank has only some of them, and ranks "
     "would skip different blocks. Call disable_cache() first"
@@ -67,8 +68,13 @@ def refuse_call(model: nn.Module, arguments: Mapping[str, Any], family: Family) 
         raise NotImplementedError(f"{name} has {key}={value!r}, which is not supported")
     for key, description in family.refused:
         value = arguments.get(key)
-        if value is not None and not (isinstance(value, dict) and value.keys() <= {"scale"}):
+        if value is not None:
             raise NotImplementedError(f"{name} was called with {key}: {description}")
+    for key in ATTENTION_KWARGS:
+        if (arguments.get(key) or {}).keys() - {"scale"}:  # the scale of adapters
+            raise NotImplementedError(
+                f"{name} was called with {key}: arguments of attention, such as an IP-Adapter's"
+            )
     cuts_timesteps = any(cut.ndim for cut in family.cuts)
     timestep = arguments.get("timestep")
     if isinstance(timestep, Tensor) and timestep.dim() > 1 and not cuts_timesteps:

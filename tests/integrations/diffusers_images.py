@@ -49,7 +49,7 @@ def pixart() -> tuple[Any, dict[str, Any]]:
     }
 
 
-def sd3() -> tuple[Any, dict[str, Any]]:
+def sd3(dual_attention_layers: tuple[int, ...] = (0,)) -> tuple[Any, dict[str, Any]]:
     """As Stable Diffusion 3.5: a second attention, of the image alone, in the first block."""
     model = diffusers.SD3Transformer2DModel(
         **WIDTH,
@@ -61,7 +61,7 @@ def sd3() -> tuple[Any, dict[str, Any]]:
         caption_projection_dim=32,
         pooled_projection_dim=12,
         pos_embed_max_size=6,
-        dual_attention_layers=(0,),
+        dual_attention_layers=dual_attention_layers,
         qk_norm="rms_norm",
     )
     return model, {

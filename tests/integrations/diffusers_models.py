@@ -11,6 +11,8 @@ import torch
 from tests.integrations import diffusers_images as images
 from tests.integrations import diffusers_other_models as others
 from tests.integrations import diffusers_videos as videos
+from tests.integrations.transformers_models import sequence_parallel
+from wf_backends.comm import World
 
 FAMILIES = {
     "dit": images.dit,
@@ -106,6 +108,14 @@ if "z_image" in FAMILIES:
             images.z_image, cap_feats=[images.randn(5, 20), images.randn(37, 20)]
         ),
     }
+
+
+def attention_modules(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "processor")]
+
+
+def one_rank() -> Any:
+    return sequence_parallel(World(1).comm(0))
 
 
 def build(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,28 +25,29 @@ import wf_diffusers  # noqa: E402
 from tests.docs.pages import blocks  # noqa: E402
 from tests.forked import python  # noqa: E402
 from tests.helpers import run_processes, run_threads  # noqa: E402
+from tests.integrations import diffusers_images as images  # noqa: E402
 from tests.integrations.diffusers_images import randn  # noqa: E402
-from tests.integrations.diffusers_models import FAMILIES, TWO_TEXTS, build  # noqa: E402
+from tests.integrations.diffusers_models import (  # noqa: E402
+    FAMILIES,
+    TWO_TEXTS,
+    attention_modules,
+    build,
+    one_rank,
+)
 from tests.integrations.transformers_models import (  # noqa: E402
     assert_close,
     gradients,
     sequence_parallel,
     stay_in_float64,
 )
-from wf_backends.comm import World  # noqa: E402
+from wf_diffusers.families import SD3, TEXT  # noqa: E402
+from wf_diffusers.hooks import TransformerHooks  # noqa: E402
+from wf_transformers import Handle  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def all_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     stay_in_float64(monkeypatch)
-
-
-def one_rank() -> Any:
-    return sequence_parallel(World(1).comm(0))
-
-
-def attention_modules(model: Any) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "processor")]
 
 
 def sample_of(model: Any, kwargs: dict[str, Any]) -> Tensor:
@@ -91,6 +93,17 @@ def assert_equal_to_one_device(
         assert_close(sum(grads[name] for *_, grads in results) / size, expected, name)
 
 
+def assert_samples_on_ranks(models: list[Any], kwargs: dict[str, Any], expected: Tensor) -> None:
+    """Compare the sample of each rank, which has one of the models."""
+
+    def run_rank(comm: Any) -> Tensor:
+        with wf_diffusers.attach(models[comm.rank], sequence_parallel(comm)):
+            return sample_of(models[comm.rank], kwargs)
+
+    for sample in run_threads(len(models), run_rank):
+        assert_close(sample, expected, "sample")
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,19 +120,41 @@ def test_samples_may_have_texts_of_different_lengths(family: str) -> None:
     assert_equal_to_one_device(family, 2, checkpointing=recomputed, table=TWO_TEXTS)
 
 
+class MaskedSD3(diffusers.SD3Transformer2DModel):
+    """With a mask of its text, as Qwen-Image has one since diffusers 0.37."""
+
+    def forward(self, text_mask: Tensor, **kwargs: Any) -> Any:
+        return super().forward(**kwargs)
+
+
+def test_residuals_of_a_controlnet_are_cut_for_each_of_two_texts() -> None:
+    """The image's rows of a rank follow from the length of the sample's own text."""
+    family = replace(SD3, text_masks=(("text_mask", TEXT),), last_stream_attends_alone=False)
+    table = {"sd3": partial(images.sd3, dual_attention_layers=())}
+    (reference, kwargs), *built = (build("sd3", table) for _ in range(4))
+    kwargs["block_controlnet_hidden_states"] = [randn(2, 9, 32)] * 2
+    expected = []
+    for i, length in enumerate((9, 4)):
+        sample = tree_map_only(Tensor, lambda x, i=i: x[i : i + 1], kwargs)
+        expected.append(reference(**sample | {TEXT: sample[TEXT][:, :length]}).sample)
+
+    def run_rank(comm: Any) -> Tensor:
+        model, handle = built[comm.rank][0], Handle(sequence_parallel(comm))
+        model.__class__ = MaskedSD3
+        TransformerHooks(model, family, handle)
+        with handle:
+            return model(**kwargs, text_mask=torch.arange(9) < torch.tensor([[9], [4]])).sample
+
+    for sample in run_threads(3, run_rank):
+        assert_close(sample, torch.cat(expected), "sample")
+
+
 def test_a_mask_of_ones_hides_nothing() -> None:
     """Diffusers' pipeline of Chroma always gives a mask, of numbers that are added to scores."""
     model, kwargs = build("chroma")
     kwargs["attention_mask"] = torch.ones(2, 21, dtype=torch.float64)
-    expected = model(**kwargs).sample
-
-    def run_rank(comm: Any) -> Tensor:
-        with wf_diffusers.attach(models[comm.rank], sequence_parallel(comm)):
-            return models[comm.rank](**kwargs).sample
-
     models = [build("chroma")[0] for _ in range(2)]
-    for sample in run_threads(2, run_rank):
-        assert_close(sample, expected, "sample")
+    assert_samples_on_ranks(models, kwargs, sample_of(model, kwargs))
 
 
 @pytest.mark.parametrize(("text", "image"), [(1, 16), (13, 4), (29, 12)])
@@ -141,18 +176,11 @@ def test_gradients_with_recomputed_blocks_are_those_of_one_device(family: str) -
 @pytest.mark.parametrize("family", ["flux", "wan"])
 def test_blocks_wrapped_before_attach_give_the_sample_of_one_device(family: str) -> None:
     """By torch's checkpoint_wrapper; torch.compile(block) is such a wrapper too."""
-    reference, kwargs = build(family)
-    expected = sample_of(reference, kwargs)
-
-    def run_rank(comm: Any) -> Tensor:
-        model = models[comm.rank]
+    (reference, kwargs), *built = (build(family) for _ in range(3))
+    models = [model for model, _ in built]
+    for model in models:
         apply_activation_checkpointing(model, check_fn=lambda m: type(m).__name__.endswith("Block"))
-        with wf_diffusers.attach(model, sequence_parallel(comm)):
-            return sample_of(model, kwargs)
-
-    models = [build(family)[0] for _ in range(2)]
-    for sample in run_threads(2, run_rank):
-        assert_close(sample, expected, "sample")
+    assert_samples_on_ranks(models, kwargs, sample_of(reference, kwargs))
 
 
 def test_a_replaced_last_layer_gathers() -> None:
@@ -300,16 +328,9 @@ def test_detach_restores_the_model(family: str) -> None:
 def test_an_argument_that_is_not_of_tokens_changes_nothing(
     family: str, argument: dict[str, Any]
 ) -> None:
-    model, kwargs = build(family)
-    expected = model(**kwargs | argument).sample
-
-    def run_rank(comm: Any) -> Tensor:
-        with wf_diffusers.attach(models[comm.rank], sequence_parallel(comm)):
-            return models[comm.rank](**kwargs | argument).sample
-
-    models = [build(family)[0] for _ in range(2)]
-    for sample in run_threads(2, run_rank):
-        assert_close(sample, expected, "sample")
+    (reference, kwargs), *built = (build(family) for _ in range(3))
+    kwargs |= argument
+    assert_samples_on_ranks([model for model, _ in built], kwargs, sample_of(reference, kwargs))
 
 
 def run_compiled_sample(comm: Any) -> None:

@@ -20,20 +20,17 @@ from diffusers.hooks.smoothed_energy_guidance_utils import (  # noqa: E402
 
 import wf_diffusers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
-from tests.integrations.diffusers_models import FAMILIES, TWO_TEXTS, build  # noqa: E402
+from tests.integrations.diffusers_models import (  # noqa: E402
+    FAMILIES,
+    TWO_TEXTS,
+    attention_modules,
+    build,
+    one_rank,
+)
 from tests.integrations.transformers_models import sequence_parallel  # noqa: E402
-from wf_backends.comm import World  # noqa: E402
 from wf_diffusers.attention import TorchAttention  # noqa: E402
 
 ModelAndKwargs = tuple[Any, dict[str, Any]]
-
-
-def one_rank() -> Any:
-    return sequence_parallel(World(1).comm(0))
-
-
-def attention_modules(model: Any) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "processor")]
 
 
 def assert_call_is_refused(
