@@ -71,7 +71,8 @@ def dense_attention(
         scores = torch.cat((scores, column), -1)
     weights = scores.softmax(-1)[..., : k.shape[1]].nan_to_num(0.0)  # 0 where a query sees no key
     if dropout is not None:
-        weights = weights * dropout.factors(q.shape[0], rows[:, 0], keys)
+        kept = dropout.keep_mask(q.shape[0], rows[:, 0], keys)
+        weights = weights * (kept.double() / (1 - dropout.p))
     return torch.einsum("bhij,bjhd->bihd", weights, v)
 
 

@@ -90,6 +90,16 @@ def test_errors_in_bfloat16_are_those_of_the_same_tile_without_alibi(distance):
     assert all(alibi[name] < 1.5 * plain[name] for name in plain), (alibi, plain)
 
 
+def test_distances_of_more_than_three_digits_are_exact():
+    """Keys 65,536 tokens apart: 700 of them span more than 2**24 tokens."""
+    tile, scores, _ = tile_at(1)
+    keys = torch.arange(ROWS) * (1 << 16)
+    scores = replace(scores, slopes=scores.slopes / (1 << 16)).at_positions(keys[-1:] + 1, keys)
+    tile = (tile[0][:, :1], *tile[1:3], tile[3][:, :1])
+    errors = relative_rms_errors(AlibiKernel(SdpaKernel()), tile, scores, FULL)
+    assert errors["lse"] < 1e-5 and errors["out"] < 0.01, errors
+
+
 def test_alibi_kernel_is_selected_where_no_row_sees_a_later_key():
     assert isinstance(select("auto", CPU), AlibiKernel)
     assert "ALiBi as dimensions of queries and keys" in select("sdpa", CPU).runs(CPU)

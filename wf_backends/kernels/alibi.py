@@ -8,7 +8,7 @@ The first term is a factor of the head times a factor of the key, so extra dimen
 add it to their product. The second term is constant in a row: it does not change the softmax
 weights, only lse, from which it is subtracted.
 
-16-bit dtypes would round both factors. So a distance is written as three digits of 8 bits, and a
+16-bit dtypes would round both factors. So a distance is written as four digits of 8 bits, and a
 slope as the sum of three numbers of 8 bits. Each pair of them takes one dimension, and its product
 is exact in the float32 in which flash kernels accumulate.
 
@@ -31,9 +31,10 @@ from wf_backends.kernels.scores import Scores
 from wf_backends.schedule import Band
 
 DIGIT_BASE = 256
-NUM_TERMS = 3  # digits of a distance, and numbers that add up to a slope
+NUM_DIGITS = 4  # of a distance, which is below 2**32 tokens
+NUM_TERMS = 3  # numbers that add up to a slope
 EXTRA_DIMS = {torch.float64: 1, torch.float32: 8, torch.bfloat16: 16}
-"""1, or for bfloat16 NUM_TERMS x NUM_TERMS, and zeros up to a multiple of 8, as kernels need."""
+"""1, or for bfloat16 NUM_DIGITS x NUM_TERMS, and zeros up to a multiple of 8, as kernels need."""
 
 
 class AlibiKernel:
@@ -96,7 +97,7 @@ def _factors(weights: Tensor, distances: Tensor, dtype: torch.dtype) -> tuple[Te
     terms, digits = [weights.to(dtype)], [distances]
     if dtype == torch.bfloat16:
         terms, digits = [], []
-        for exponent in range(NUM_TERMS):
+        for exponent in range(NUM_DIGITS):
             terms += _as_sum(weights * DIGIT_BASE**exponent, dtype)
             digits += [distances // DIGIT_BASE**exponent % DIGIT_BASE] * NUM_TERMS
     zeros = EXTRA_DIMS[dtype] - len(terms)

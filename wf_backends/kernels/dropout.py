@@ -11,6 +11,7 @@ stream is mix(state + j GAMMA); the row's state is mixed from seed, sample, head
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,23 +39,16 @@ class Dropout:
         first = self.heads[0]
         return replace(self, heads=(first + heads[0], first + heads[1]))
 
-    def factors(self, batch: int, rows: Tensor, keys: Tensor) -> Tensor:
-        """(b, h, i, j) float64: the factors of the attention weights, 0 or 1 / (1 - p).
+    def keep_mask(self, batch: int, rows: Tensor, keys: Tensor) -> Tensor:
+        """(b, h, i, j) bool: True where a weight is not dropped.
 
         Args:
             rows: (i,) int64, the queries' global positions. keys: (j,) int64, the keys'.
         """
-        return self.keep_mask(batch, rows, keys).double() / (1 - self.p)
-
-    def keep_mask(self, batch: int, rows: Tensor, keys: Tensor) -> Tensor:
-        """(b, h, i, j) bool: True where a weight is not dropped; arguments as in `factors`."""
         assert self.seed is not None, "no seed was drawn"
         samples = torch.arange(batch, device=rows.device)[:, None, None]
         heads = torch.arange(*self.heads, device=rows.device)[:, None]
-        state = mix(rows.new_zeros(1) + self.seed)
-        for number in (samples, heads, rows):
-            state = mix(state + number)
-        return is_kept(mix(state[..., None] + keys * GAMMA), self.p)
+        return is_kept(self.p, self.seed, (samples, heads, rows), keys)
 
 
 def position_dropout(x: Tensor, positions: Tensor, p: float, seed: int) -> Tensor:
@@ -76,12 +70,20 @@ def position_dropout(x: Tensor, positions: Tensor, p: float, seed: int) -> Tenso
     if p == 0:
         return x
     samples, channels = (torch.arange(n, device=x.device) for n in (x.shape[0], x.shape[2]))
-    rows = mix(mix(samples + seed)[:, None] + positions)
-    return x * is_kept(mix(rows[..., None] + channels), p) / (1 - p)
+    return x * is_kept(p, seed, (samples[:, None], positions), channels) / (1 - p)
 
 
-def is_kept(random: Tensor, p: float) -> Tensor:
-    """bool, of the shape of `random`: False with probability p. `random` is int64 from `mix`."""
+def is_kept(p: float, seed: int | Tensor, rows: Sequence[Tensor], columns: Tensor) -> Tensor:
+    """bool, of the shape of the rows and (j,): False with probability p.
+
+    Args:
+        rows: int64 numbers that name a row together, such as sample and position; their shapes
+            broadcast. columns: (j,) int64.
+    """
+    state = mix(columns.new_zeros(1) + seed)
+    for numbers in rows:
+        state = mix(state + numbers)
+    random = mix(state[..., None] + columns * GAMMA)
     return (random & ((1 << RANDOM_BITS) - 1)) >= int(p * (1 << RANDOM_BITS))
 
 
