@@ -7,7 +7,6 @@ keys, e of values; s rows of a buffer, which is rows-first.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -59,15 +58,14 @@ class Operators:
     backward: Backward
 
 
-class SplitKernel(ABC):
+class SplitKernel:
     """Base of the kernels that split a tile and run a library's operators on its sub-tiles.
 
     Where the head_dims of keys and values differ, the smaller one is filled up with zeros.
     """
 
-    @abstractmethod
-    def operators(self, q: Tensor, k: Tensor, band: Band) -> Operators:
-        """The operators for the tile of q (b, i, h, d) and k (b, j, g, d) under `band`."""
+    operators: Callable[[Tensor, Tensor, Band], Operators]
+    """The operators for the tile of q (b, i, h, d) and k (b, j, g, d) under a band."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band

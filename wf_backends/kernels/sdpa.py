@@ -86,9 +86,8 @@ class MaskedTiles:
 
     def _mask(self, q: Tensor, k: Tensor, band: Band) -> tuple[Tensor | None, bool]:
         """(mask or None, whether the operator's own causal mask is used)."""
-        causal = band is CAUSAL or band == CAUSAL  # `is` first: it costs no call
-        if causal or band is FULL or band == FULL:
-            return None, causal
+        if band in (FULL, CAUSAL):
+            return None, band == CAUSAL
         return self._make_mask(q.shape[1], k.shape[1], band, q.dtype, q.device), False
 
 
@@ -197,7 +196,7 @@ class SdpaKernel(SplitKernel):
     def __init__(
         self, operators_for: Callable[[Tensor, Tensor, Band], Operators] = operators_for
     ) -> None:
-        self._operators_for = operators_for
+        self.operators = operators_for
 
     def refuses(self, spec: KernelSpec) -> str | None:
         """What torch's flash kernels lack; see Kernel.refuses."""
@@ -226,7 +225,3 @@ class SdpaKernel(SplitKernel):
         if spec.dtype == torch.float32:
             return "torch's memory-efficient operators"
         return f"torch's operators for full tiles: {full_tile_operators(spec)[1]}"
-
-    def operators(self, q: Tensor, k: Tensor, band: Band) -> Operators:
-        """See SplitKernel.operators."""
-        return self._operators_for(q, k, band)
