@@ -17,7 +17,7 @@ from tests.helpers import run_processes
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator, Pending, job_board, make_comm
 from wf_backends.comm.process_group import GroupComm, own_group, timeout_of
-from wf_backends.comm.staging import Staged
+from wf_backends.comm.protocol import Staged
 
 pytestmark = pytest.mark.processes
 

@@ -15,8 +15,15 @@ import torch
 from torch import Tensor
 
 from wf_backends.comm.faults import LEFT, deferred_termination, job_board
-from wf_backends.comm.protocol import CONTROL, DEFAULT_TIMEOUT_S, UNUSED_TAG, Message, Pending, Wait
-from wf_backends.comm.staging import Staged
+from wf_backends.comm.protocol import (
+    CONTROL,
+    DEFAULT_TIMEOUT_S,
+    UNUSED_TAG,
+    Message,
+    Pending,
+    Staged,
+    Wait,
+)
 from wf_backends.comm.watch import ProcessComm
 
 if TYPE_CHECKING:

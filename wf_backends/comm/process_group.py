@@ -11,8 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from wf_backends.comm.protocol import CONTROL, UNUSED_TAG, Message, Pending, Wait
-from wf_backends.comm.staging import Staged
+from wf_backends.comm.protocol import CONTROL, UNUSED_TAG, Message, Pending, Staged, Wait
 from wf_backends.comm.watch import ProcessComm
 
 

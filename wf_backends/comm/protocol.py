@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -197,3 +197,30 @@ class View(Communicator):
 
     def _renumber(self, messages: Sequence[Message]) -> list[Message]:
         return [(self.ranks[peer], tensor) for peer, tensor in messages]
+
+
+class Staged(Pending):
+    """Messages of device tensors, sent as host copies. Posting and waiting synchronise the device.
+
+    Args:
+        post: posts messages of CPU tensors, like `Communicator._post`.
+    """
+
+    def __init__(
+        self,
+        post: Callable[..., Pending],
+        label: str,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+    ) -> None:
+        self._recvs = recvs
+        self._host_recvs = [(peer, torch.empty_like(x, device="cpu")) for peer, x in recvs]
+        self._inner = post(label, [(peer, x.cpu()) for peer, x in sends], self._host_recvs)
+
+    def wait(self) -> None:
+        self._inner.wait()
+        for (_, tensor), (_, host_copy) in zip(self._recvs, self._host_recvs, strict=True):
+            tensor.detach().copy_(host_copy)
+
+    def poll(self) -> None:
+        self._inner.poll()
