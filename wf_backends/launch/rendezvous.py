@@ -6,6 +6,7 @@ name the ranks that are missing. And it does not know MPI.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -21,7 +22,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from wf_backends.comm import gather_texts, in_time, make_comm
 from wf_backends.launch.environment import JobProcess, with_local
 
-ATTEMPT, MET = "attempt", "met"  # keys: the name of rank 0's attempt, and who came to it
+ATTEMPT, MET = "attempt", "met"  # keys: the name of rank 0's attempt; the arrivals of all ranks
 LOOK_S = 1.0  # after which a rank looks whether rank 0 has begun another attempt
 GRACE_S = 5.0  # in which a wait with a timeout ends by itself
 POLL_S = 0.2  # between two looks whether rank 0 listens
@@ -140,13 +141,7 @@ def meet(store: Store, process: JobProcess, timeout: float) -> tuple[Store, JobP
     join = _call_ranks if process.rank == 0 else _join_rank_0
     try:
         part = in_time(lambda: join(store, process, keys, timeout), timeout + GRACE_S)
-        met = in_time(lambda: part.get(MET).decode(), GRACE_S)
-        restart, smallest, largest = map(int, met.split()[:3])
-        if process.local_rank is None or process.local_size is None:  # P keys on each of P ranks
-            hosts = in_time(
-                lambda: [part.get(key).decode().split(" ", 3)[3] for key in keys], timeout
-            )
-            process = with_local(process, hosts)
+        arrivals = json.loads(in_time(lambda: part.get(MET), GRACE_S))
     except dist.DistStoreError as error:
         late = _late_ranks(store, keys)
         on_slurm = process.launcher == "slurm"
@@ -160,12 +155,13 @@ def meet(store: Store, process: JobProcess, timeout: float) -> tuple[Store, JobP
             f"{me} waited for all ranks, and rank 0, which holds the store at "
             f"{process.address}:{process.port}, has ended or is stopped: {error}"
         ) from error
-    if smallest != largest:
+    _, restarts, sizes, hosts = zip(*arrivals, strict=True)
+    if min(sizes) != max(sizes):
         raise ValueError(
-            f"{me}: other ranks have another WORLD_SIZE, it is {smallest} to {largest}: set the "
-            "same on all ranks"
+            f"{me}: other ranks have another WORLD_SIZE, it is {min(sizes)} to {max(sizes)}: set "
+            "the same on all ranks"
         )
-    return part, replace(process, restart=restart)
+    return part, replace(with_local(process, hosts), restart=max(restarts))
 
 
 def _late_ranks(store: Store, keys: list[str]) -> list[int]:
@@ -189,7 +185,7 @@ def _part(store: Store, attempt: str) -> Store:
 
 def _arrival(process: JobProcess, name: str, restart: int) -> str:
     """What a process writes as its rank's key: its name, its restart, the job's size, its host."""
-    return f"{name} {restart} {process.world_size} {socket.gethostname()}"
+    return json.dumps([name, restart, process.world_size, socket.gethostname()])
 
 
 def _call_ranks(store: Store, process: JobProcess, keys: list[str], timeout: float) -> Store:
@@ -201,9 +197,7 @@ def _call_ranks(store: Store, process: JobProcess, keys: list[str], timeout: flo
     part.set(keys[0], _arrival(process, attempt, max(process.restart, starts - 1)))
     store.set(ATTEMPT, attempt)
     part.wait(keys, timedelta(seconds=timeout))
-    came = [part.get(key).decode().split(" ", 3) for key in keys]
-    restart, sizes = max(int(arrival[1]) for arrival in came), [int(arrival[2]) for arrival in came]
-    part.set(MET, " ".join([f"{restart} {min(sizes)} {max(sizes)}", *(name for name, *_ in came)]))
+    part.set(MET, json.dumps([json.loads(part.get(key)) for key in keys]))
     return part
 
 
@@ -231,7 +225,7 @@ def _join_rank_0(store: Store, process: JobProcess, keys: list[str], timeout: fl
         last = attempt
         try:
             part.wait([MET], timedelta(seconds=LOOK_S))
-            if name in part.get(MET).decode().split():
+            if arrival in part.get(MET).decode():
                 return part
             time.sleep(LOOK_S)
         except dist.DistStoreError:
