@@ -53,24 +53,18 @@ def checkpoint_activations(
     if checkpointing is None:
         return
     models = outermost(model)
-    for pretrained in models:
-        if not pretrained.supports_gradient_checkpointing:
-            raise NotImplementedError(_no_checkpointing_error(pretrained))
-    if not models:
-        raise NotImplementedError(_no_checkpointing_error(model))
+    for candidate in models or [model]:
+        if not getattr(candidate, "supports_gradient_checkpointing", False):
+            raise NotImplementedError(
+                f'"{CHECKPOINTING}" needs a Hugging Face model with gradient checkpointing, and '
+                f"{type(candidate).__name__} is none: leave it out and checkpoint in the model "
+                "itself, with torch.utils.checkpoint inside torch.autograd.graph.save_on_cpu(), "
+                'or with deepspeed.checkpointing and "cpu_checkpointing" of DeepSpeed'
+            )
     for pretrained in models:
         _enable(pretrained, handle)
         if checkpointing.offload:
             handle.hooks(pretrained.register_forward_pre_hook(_offload_inputs))
-
-
-def _no_checkpointing_error(model: nn.Module) -> str:
-    return (
-        f'"{CHECKPOINTING}" needs a Hugging Face model with gradient checkpointing, and '
-        f"{type(model).__name__} is none: leave it out and checkpoint in the model itself, with "
-        f"torch.utils.checkpoint inside torch.autograd.graph.save_on_cpu(), or with "
-        f'deepspeed.checkpointing and "cpu_checkpointing" of DeepSpeed'
-    )
 
 
 def _enable(model: PreTrainedModel, handle: Handle) -> None:

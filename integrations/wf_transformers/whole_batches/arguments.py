@@ -30,6 +30,10 @@ CUSTOM_LOOP = (
     "in a loop of your own cut batches by shard_batch(batch, labels_are_shifted=...), of a "
     "SequenceParallel or of DeepSpeed's engine.wallfacer, and make a loss of your own"
 )
+UNKNOWN_LABELS = (
+    "{} was called with labels, and is none of transformers' causal or masked language models, of "
+    f"which we know how labels and the loss are meant; {CUSTOM_LOOP}"
+)
 
 WhichLogits = Literal["whole", "local", "hidden"]
 """What the output gets: logits of the whole batch, of this rank's tokens, or `LocalLogits` in place
@@ -108,13 +112,6 @@ def refuse_other_rows(source: str, logits: Tensor, rows: int) -> None:
             "rank: what is made of these is not what one device makes of all tokens; "
             f"{CUSTOM_LOOP}"
         )
-
-
-def unknown_labels(model: nn.Module) -> str:
-    return (
-        f"{type(model).__name__} was called with labels, and is none of transformers' causal or "
-        f"masked language models, of which we know how labels and the loss are meant; {CUSTOM_LOOP}"
-    )
 
 
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:

@@ -41,6 +41,12 @@ LOSS_ARGUMENTS = ("shift_labels", "ignore_index")
 INPUTS = (*TOKENS, "attention_mask", "position_ids", "token_type_ids", *MASK_ARGUMENTS)
 """Arguments that are cut for a model with a custom loss. Others by token belong to the loss."""
 
+NO_HEAD = (
+    "{} computes a loss of its own, and its output embeddings (get_output_embeddings()) were not "
+    "called: it would be of this rank's tokens only. Compute the loss from the logits that they "
+    "return, or from logits of a call without labels"
+)
+
 
 def custom_loss_reason(model: nn.Module, arguments: Mapping[str, Any]) -> str | None:
     """As text, why the loss of a call is not plain cross entropy; None if it is."""
@@ -132,15 +138,6 @@ def output_embeddings(model: nn.Module) -> list[nn.Module]:
     """The modules that give the logits of the Hugging Face models in `model`."""
     heads = [inner.get_output_embeddings() for inner in outermost(model)]
     return [head for head in heads if isinstance(head, nn.Module)]
-
-
-def no_head_error(model: nn.Module) -> str:
-    """The error for a model with a custom loss whose output embeddings were not called."""
-    return (
-        f"{type(model).__name__} computes a loss of its own, and its output embeddings "
-        "(get_output_embeddings()) were not called: it would be of this rank's tokens only. "
-        "Compute the loss from the logits that they return, or from logits of a call without labels"
-    )
 
 
 def refuse_custom_loss(model: nn.Module) -> None:

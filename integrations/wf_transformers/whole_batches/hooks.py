@@ -28,6 +28,7 @@ from wf_transformers.models import Head, head_of, inner_models, outermost
 from wf_transformers.rng import WholeNoise
 from wf_transformers.whole_batches.arguments import (
     CUSTOM_LOOP,
+    UNKNOWN_LABELS,
     BatchCall,
     LossKind,
     WhichLogits,
@@ -40,7 +41,6 @@ from wf_transformers.whole_batches.arguments import (
     refuse_other_rows,
     refuse_overwriting,
     seqlen_of,
-    unknown_labels,
     with_cu_seqlens,
     with_documents,
     with_slices,
@@ -48,13 +48,13 @@ from wf_transformers.whole_batches.arguments import (
 from wf_transformers.whole_batches.custom_loss import (
     FUSED,
     INPUTS,
+    NO_HEAD,
     SKIP_LOGITS,
     custom_loss_reason,
     divides_by_items,
     fused_fields,
     fused_loss_arguments,
     fuses_loss,
-    no_head_error,
     output_embeddings,
     warned_about_padding,
 )
@@ -127,7 +127,7 @@ class WholeBatchHooks:
         refuse_arguments(arguments)
         labelled = arguments.get("labels") is not None
         if labelled and self._head == "other":
-            raise NotImplementedError(unknown_labels(model))
+            raise NotImplementedError(UNKNOWN_LABELS.format(type(model).__name__))
         skips = arguments.pop(SKIP_LOGITS, None)
         asked = arguments.pop(WHOLE_LOGITS, False if skips else None)
         logits = self._which_logits(asked, model.training, labelled)
@@ -252,7 +252,7 @@ class WholeBatchHooks:
     def _checked_output(self, model: nn.Module, output: Any) -> Any:
         """The output of a model with a custom loss, if its logits were gathered."""
         if not self._head_called:
-            raise NotImplementedError(no_head_error(model))
+            raise NotImplementedError(NO_HEAD.format(type(model).__name__))
         if isinstance(output, Mapping) and output.get("hidden_states") is not None:
             raise NotImplementedError(PARTIAL_STATES)
         return output

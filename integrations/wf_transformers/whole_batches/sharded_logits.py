@@ -138,12 +138,12 @@ class ShardedLogits(Unusable):
 
     def __getitem__(self, key: Any) -> Any:
         """Slices of samples and tokens, or a list of samples; for a boolean mask (b, n)
-        `MaskedLogits`.
+        `AveragedLogits`.
 
         One sample keeps its dimension: logits[0] is (1, n, V).
         """
         if isinstance(key, Tensor):
-            return MaskedLogits(self, key)
+            return AveragedLogits(self, key)
         samples, tokens, *others = _with_all_dims(key if isinstance(key, tuple) else (key,))
         samples = slice(samples, samples + 1) if isinstance(samples, int) else samples
         are_slices = isinstance(samples, slice | list) and isinstance(tokens, slice)
@@ -161,11 +161,11 @@ class ShardedLogits(Unusable):
             self._refuse_use()
         return FlattenedLogits(self)
 
-    def detach(self) -> DetachedLogits:
-        return DetachedLogits(replace(self, local=self.local.detach()))
+    def detach(self) -> AveragedLogits:
+        return AveragedLogits(replace(self, local=self.local.detach()), None)
 
     def nansum(self) -> Tensor:
-        """For a log: without gradients, and as `DetachedLogits.mean` of padding, too."""
+        """For a log: without gradients, and as `AveragedLogits.mean` of padding, too."""
         return self._gather_tokens(self.local.detach().nansum(-1)).nansum()
 
     def log_probabilities(self, labels: Tensor, log_softmax: LogSoftmax) -> Tensor:
@@ -193,26 +193,19 @@ class ShardedLogits(Unusable):
 
 
 @dataclass(frozen=True, eq=False)
-class MaskedLogits(Unusable):
-    """The rows of logits that a mask (b, n) selects. Only their mean can be computed."""
+class AveragedLogits(Unusable):
+    """The rows of logits that a mask (b, n) selects. Only their mean can be computed.
+
+    Detached logits have no mask. Their mean, for a log, covers padding, too, whose logits are not
+    those of one device: a loss of it would be wrong.
+    """
 
     logits: ShardedLogits
-    mask: Tensor
+    mask: Tensor | None
 
     def mean(self) -> Tensor:
         means = self.logits.row_means()
-        return means[self.mask.view_as(means)].mean()
-
-
-@dataclass(frozen=True, eq=False)
-class DetachedLogits(Unusable):
-    """Logits for a log. Their mean covers padding, too, whose logits are not those of one device:
-    a loss of it would be wrong."""
-
-    logits: ShardedLogits
-
-    def mean(self) -> Tensor:
-        return self.logits.row_means().mean()
+        return (means if self.mask is None else means[self.mask.view_as(means)]).mean()
 
 
 @dataclass(frozen=True, eq=False)
