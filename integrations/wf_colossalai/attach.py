@@ -58,21 +58,27 @@ def attach(
             f"{type(model).__name__} around a model with another head than a language model's is "
             "not supported: PEFT calls such a model past its hooks"
         )
-    handle = _attach_layers(model, sp)
+    if outermost(model):  # `model` itself, or inside PEFT's
+        handle = attach_pretrained(model, sp)
+    else:  # its layers must call `self.wallfacer`
+        handle = Handle(sp)
+        not_called = OWN_ATTENTION.format(type(model).__name__)
+        scope_documents(model, handle, without_documents, not_called)
     handle.advice = SAME_SAMPLES
-    for module in model.modules():
-        if any(table.get(base.__name__) is row for base in type(module).__mro__):
-            for name, function in row.methods.items():
-                handle.set(module, "wallfacer", handle.attention)
-                handle.set(module, name, MethodType(function, module))
-    if head_is_over_all_rows(model):
-        is_last = stages.is_last_stage if stages else lambda: True
-        HeadHooks(model, handle, is_last)  # type: ignore[arg-type]
-        handle.share_operations(model)
-    elif row.cut == "tokens":
-        TokenHooks(model, handle, row.causal, tensor_parallel)
-    if stages is not None:
-        Stage(model, stages, handle)
+    with handle.removed_on_error():
+        for module in model.modules():
+            if any(table.get(base.__name__) is row for base in type(module).__mro__):
+                for name, function in row.methods.items():
+                    handle.set(module, "wallfacer", handle.attention)
+                    handle.set(module, name, MethodType(function, module))
+        if head_is_over_all_rows(model):
+            is_last = stages.is_last_stage if stages else lambda: True
+            HeadHooks(model, handle, is_last)  # type: ignore[arg-type]
+            handle.share_operations(model)
+        elif row.cut == "tokens":
+            TokenHooks(model, handle, row.causal, tensor_parallel)
+        if stages is not None:
+            Stage(model, stages, handle)
     return handle
 
 
@@ -81,30 +87,16 @@ def attach_whole(
 ) -> Handle:
     """Make `model` take whole inputs and switch the split dimension of its hidden state (DSP).
 
-    `verify` says whether its first forward is compared with a forward on one rank.
+    Every forward checks that all ranks have the same inputs. `verify` says whether the first one is
+    compared with a forward on one rank.
     """
     handle = attach_stages(model, sp, stages, verify)
     handle.advice = SAME_SAMPLES
-    _check_inputs(model, handle)
-    return handle
 
-
-def _attach_layers(model: nn.Module, sp: SequenceParallel) -> Handle:
-    """Attach attention through transformers' registry. Other models must call `self.wallfacer`."""
-    if outermost(model):  # `model` itself, or inside PEFT's
-        return attach_pretrained(model, sp)
-    handle = Handle(sp)
-    not_called = OWN_ATTENTION.format(type(model).__name__)
-    scope_documents(model, handle, without_documents, not_called)
-    return handle
-
-
-def _check_inputs(model: nn.Module, handle: Handle) -> None:
-    """Add a hook that checks before every forward that all ranks have the same inputs."""
-
-    def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         positional = {f"argument {index}": value for index, value in enumerate(args)}
         with handle.advising():
             handle.sp.check_same(positional | kwargs)
 
-    handle.hooks(model.register_forward_pre_hook(check, prepend=True, with_kwargs=True))
+    handle.hooks(model.register_forward_pre_hook(check_inputs, prepend=True, with_kwargs=True))
+    return handle

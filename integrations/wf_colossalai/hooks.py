@@ -71,9 +71,8 @@ class TokenHooks(WholeBatchHooks):
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, Tensor):
             output = CausalLMOutput(logits=output)  # type: ignore[arg-type]
-        if "logits" in output:
-            return super()._after(model, args, output)
-        return None  # a pipeline stage before the last: there are no logits
+        # a pipeline stage before the last has no logits
+        return super()._after(model, args, output) if "logits" in output else None
 
     def _token_loss(
         self, model: nn.Module, logits: Tensor, labels: Tensor, num_items: Tensor | int

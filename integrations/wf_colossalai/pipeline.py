@@ -17,7 +17,7 @@ from colossalai.pipeline.stage_manager import PipelineStageManager
 from torch import Tensor, nn
 
 from wf_transformers import Handle
-from wf_transformers.calls import parameter_names, takes_any_keyword
+from wf_transformers.calls import by_name, parameter_names, takes_any_keyword
 from wf_transformers.models import token_model
 
 Arguments = dict[str, Any]
@@ -69,7 +69,7 @@ class Stage:
         if self._stages.is_last_stage():
             return type(model).forward(model, *args, **kwargs)
         inner_names, model_names = parameter_names(inner), parameter_names(model)
-        arguments = dict(zip(model_names, args, strict=False)) | kwargs
+        arguments = by_name(model_names, args, kwargs)
         passed = [key for key in arguments if key in inner_names]
         if takes_any_keyword(inner):  # the model would pass on its **kwargs
             passed += [key for key in arguments if key not in (*inner_names, *model_names)]
@@ -84,7 +84,7 @@ class Stage:
         if self._states is None:
             return args, kwargs
         names = parameter_names(inner)
-        arguments = dict(zip(names, args, strict=False)) | kwargs
+        arguments = by_name(names, args, kwargs)
         if "inputs_embeds" not in names:
             return (), arguments | {inner.main_input_name: self._states}
         arguments |= {"input_ids": None, "inputs_embeds": self._states}

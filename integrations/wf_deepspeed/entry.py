@@ -164,13 +164,9 @@ def _gather_once_per_call(tiled_modules: list[nn.Module], handle: Handle) -> Non
 
 def find_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration in the arguments of deepspeed.initialize; {} without one."""
-    config = arguments.get("config")
-    if config is None:
-        config = arguments.get("config_params")
-    for name in CONFIG_ARGUMENTS:
-        if config is None:
-            config = getattr(arguments.get("args"), name, None)
-    return {} if config is None else load_config(config)
+    given = [arguments.get(name) for name in ("config", "config_params")]
+    given += [getattr(arguments.get("args"), name, None) for name in CONFIG_ARGUMENTS]
+    return next((load_config(config) for config in given if config is not None), {})
 
 
 def _refuse_arguments(arguments: Mapping[str, Any]) -> None:

@@ -82,8 +82,6 @@ def init_inference(
     _check_block(block)
     if device is not None and HETEGEN not in block:
         raise ValueError(f'device={device!r} is for "{KEY}.{HETEGEN}", which is not given')
-    if KEY not in loaded:
-        return deepspeed.init_inference(model, deepspeed_config, **options)
     budget = ModelOptions.split(block)[1].autochunk
     if HETEGEN not in block:
         engine = deepspeed.init_inference(model, deepspeed_config, **options)

@@ -116,6 +116,19 @@ def test_lora_on_a_classifier_is_refused() -> None:
     run_threads(2, rank)
 
 
+def test_an_error_leaves_the_model_as_it_was() -> None:
+    """It is attached already, and keeps the attention that it has."""
+
+    def rank(comm: Any) -> None:
+        model, sp = build("llama"), sequence_parallel(comm)
+        with attach(model, sp, TABLE) as handle:
+            with pytest.raises(ValueError, match="takes whole batches already"):
+                attach(model, sp, TABLE)
+            assert model.config._attn_implementation == handle.name
+
+    run_threads(2, rank)
+
+
 def test_a_model_with_lora_has_the_loss_and_gradients_of_one_process() -> None:
     models = [with_lora("llama", "CAUSAL_LM") for _ in range(3)]
 

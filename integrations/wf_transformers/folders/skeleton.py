@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForCausalLM,
 )
 
+from wf_backends._validation import one_of
 from wf_transformers.folders.layers import attributes_as_buffers
 from wf_transformers.folders.shape import (
     DTYPE,
@@ -43,8 +44,7 @@ def skeleton(
         layers: how many layers to build; 0: all; None: the first ones, up to the first of the last
             kind of layer.
     """
-    if attention not in ATTENTIONS:
-        raise ValueError(f"--attention must be one of {list(ATTENTIONS)}, got {attention!r}")
+    one_of("--attention", attention, ATTENTIONS)
     whole_config = read_config(folder)
     config = whole_config.get_text_config()
     is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
