@@ -91,10 +91,10 @@ def step_under_tracker(comm, order, checkpointed) -> tuple[Tensor, list[Tensor],
     """
     model, x = filled(Model(order, checkpointed)), drawn_input()
     dsp = DynamicSequenceParallel(comm, gradients="averaged")
-    with LayoutTracker(model, dsp, stages_of(order)) as tracker:
-        for _ in range(2):
-            model.zero_grad()
-            out = model(x)
-            out.square().mean().backward()
+    tracker = LayoutTracker(model, dsp, stages_of(order))
+    for _ in range(2):
+        model.zero_grad()
+        out = model(x)
+        out.square().mean().backward()
     GradientMean(comm)(model.parameters())
     return out, [p.grad for p in model.parameters()], tracker.switches / 2

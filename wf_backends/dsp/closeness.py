@@ -23,10 +23,9 @@ def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         if output.is_floating_point():
             yield name or "output", output
         return
-    items = output.items() if isinstance(output, Mapping) else None
-    if items is None:
-        items = enumerate(output) if isinstance(output, tuple | list) else ()
-    for key, value in items:
+    if isinstance(output, tuple | list):
+        output = dict(enumerate(output))
+    for key, value in output.items() if isinstance(output, Mapping) else ():
         yield from named_tensors(value, f"{name}.{key}" if name else str(key))
 
 

@@ -72,8 +72,10 @@ class FirstForward(Shared):
         if self._compared:  # a copy of the model, whose hook stays
             return
         self._compared = True
-        problem = _why_not_on_one_rank(model)
-        if problem is None:
+        problem = None
+        if any(type(p) is not nn.Parameter or not p.numel() for p in model.parameters()):
+            problem = "its parameters are sharded or managed by the engine (ZeRO 3, FSDP, Gemini)"
+        else:
             with in_mode(model, self._sp, training=False), torch.no_grad():
                 over_ranks = self._run(model, args, kwargs, self._keep_output)
                 try:
@@ -146,13 +148,6 @@ def warn(text: str, sp: SequenceParallel) -> None:
     """Log a warning on the first rank of the job."""
     if sp.comm.global_ranks[sp.rank] == 0:
         logging.getLogger(__name__).warning(text)
-
-
-def _why_not_on_one_rank(model: nn.Module) -> str | None:
-    """Why a model cannot run on one rank, the same on every rank; None if it can."""
-    if any(type(p) is not nn.Parameter or not p.numel() for p in model.parameters()):
-        return "its parameters are sharded or managed by the engine (ZeRO 3, FSDP, Gemini)"
-    return None
 
 
 @contextmanager

@@ -74,15 +74,16 @@ class LayoutTracker(Shared):
             if name not in modules or not name:
                 known = [module for module in modules if module]
                 raise ValueError(f"the model has no module {name!r}{nearest(name, known)}")
-        self._hooks: list[RemovableHandle] = [
+        self.hooks: list[RemovableHandle] = [
             model.register_forward_pre_hook(lambda *_: self._set_in_forward(True)),
             model.register_forward_hook(lambda _, args, out: self._check_left(out)),
             model.register_forward_hook(lambda *_: self._set_in_forward(False), always_call=True),
             modules[stages.leaves].register_forward_hook(lambda _, args, out: self._gather(out)),
         ]
+        """What `remove()` takes off."""
         for name in dict.fromkeys((stages.enters, *needs)):
             hook = partial(self._before_stage, name, needs.get(name))
-            self._hooks.append(modules[name].register_forward_pre_hook(hook))
+            self.hooks.append(modules[name].register_forward_pre_hook(hook))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -100,21 +101,11 @@ class LayoutTracker(Shared):
         rank, sizes = self.dsp.rank, chunk_sizes(cut.lengths[cut.along], self.dsp.size)
         return x.narrow(self.stages.dims[cut.along], sum(sizes[:rank]), sizes[rank])
 
-    def also_remove(self, hook: RemovableHandle) -> None:
-        """Have `remove()` remove this hook, too."""
-        self._hooks.append(hook)
-
     def remove(self) -> None:
         """Remove all hooks; the model is then as it was before."""
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.remove()
-        self._hooks = []
-
-    def __enter__(self) -> LayoutTracker:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
+        self.hooks = []
 
     def _lengths(self, x: Tensor) -> dict[str, int]:
         """The lengths of x along the sequence dimensions that it has, by their names."""

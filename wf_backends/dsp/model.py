@@ -71,7 +71,7 @@ def spread(
     for module in attention_modules:
         getattr(module, RECEIVER)(sp)
     if verify and sp.size > 1:
-        tracker.also_remove(FirstForward(model, tracker, sp, verify).hook)
+        tracker.hooks.append(FirstForward(model, tracker, sp, verify).hook)
     return tracker
 
 

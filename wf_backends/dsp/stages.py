@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from wf_backends._validation import nearest
+from wf_backends._validation import nearest, one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,4 @@ class Stages:
         dim_of_key = {"starts_along": self.starts_along}
         dim_of_key |= {f"needs[{pattern!r}]": dim for pattern, dim in self.needs.items()}
         for key, dim in dim_of_key.items():
-            if dim not in self.dims:
-                raise ValueError(
-                    f"{key} must be one of {list(self.dims)}, got {dim!r}{nearest(dim, self.dims)}"
-                )
+            one_of(key, dim, tuple(self.dims))

@@ -19,11 +19,11 @@ import torch
 from torch import Size, Tensor
 
 from wf_backends._compile import eager
+from wf_backends._validation import one_of
 from wf_backends.comm import Communicator, ConsistencyCheck, all_to_all, fingerprint, make_comm
 from wf_backends.runtime import dimension, gather_shards, linear_map, take_shard
 from wf_backends.schedule import Layout
 
-GRADIENTS = ("whole", "averaged")
 Sizes = tuple[int, ...]  # rows of a dimension that each rank holds
 
 
@@ -55,8 +55,7 @@ class DynamicSequenceParallel:
     """
 
     def __init__(self, group: Any = None, gradients: str = "whole") -> None:
-        if gradients not in GRADIENTS:
-            raise ValueError(f"gradients must be one of {list(GRADIENTS)}, got {gradients!r}")
+        one_of("gradients", gradients, ("whole", "averaged"))
         self.comm, self.gradients = make_comm(group), gradients
         self.rank, self.size = self.comm.rank, self.comm.size
         self._consistency = ConsistencyCheck(self.comm)

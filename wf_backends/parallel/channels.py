@@ -68,8 +68,6 @@ class ChannelExchange:
     @eager
     def sum(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks; the gradient is summed over the ranks too."""
-        if self.sp.size == 1:
-            return x
         all_reduce = partial(sum_on_all_ranks, self.sp.comm)
         return linear_map(x, all_reduce, all_reduce, "channels sum")
 
