@@ -10,6 +10,7 @@ import pytest
 
 from tests.command_line import SMALL, TWO_HOSTS
 from wf_backends.cluster.presets import load
+from wf_backends.planner import Span
 from wf_backends.schedule.placement import place, read_placed
 from wf_backends.schedule.routes import concentric
 from wf_backends.schedule.schedule import render
@@ -27,6 +28,16 @@ def test_no_figure_of_explain_is_cut_off_at_80_columns(wallfacer) -> None:
     args = ("--topology", "one-host", "--ranks", "3")
     code, out, _ = wallfacer("explain", "all_gather", *args, columns=80)
     assert code == 0 and "…" not in out and max(map(len, out.splitlines())) <= 80
+
+
+def test_a_short_transfer_is_on_the_time_axis() -> None:
+    """As beside a long computation: 1 ms of 100 is less than half a mark."""
+    from wf_backends.cli.explain import AXIS_WIDTH, bar
+
+    compute, transfer = Span("step", "compute", 0.0, 0.5), Span("step", "transfer", 0.0, 0.001)
+    at_the_end = Span("step", "transfer", 0.099, 0.1)
+    assert bar([compute, transfer], 1.0) == "+" + "#" * (AXIS_WIDTH // 2 - 1)
+    assert bar([at_the_end], 0.1) == " " * (AXIS_WIDTH - 1) + "-"
 
 
 def test_explain_takes_a_placement(wallfacer) -> None:

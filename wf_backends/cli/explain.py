@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil, floor
 from typing import Annotated
 
 from rich.console import Console
@@ -102,11 +103,14 @@ def timeline(cost: planner.Cost, name: str) -> Table:
 
 
 def bar(spans: Sequence[planner.Span], total: float) -> str:
-    """The time axis of a phase, of `total` seconds: # computes, - transfers, + both."""
+    """The time axis of a phase, of `total` seconds: # computes, - transfers, + both.
+
+    A mark stands for any part of its time, so that the shortest span has one.
+    """
     busy = {"compute": set[int](), "transfer": set[int]()}
     for span in spans:
-        start, stop = (round(AXIS_WIDTH * time / total) for time in (span.start, span.stop))
-        busy[span.kind].update(range(start, stop))
+        start, stop = (round(AXIS_WIDTH * time / total, 6) for time in (span.start, span.stop))
+        busy[span.kind].update(range(floor(start), ceil(stop)))
     marks = [MARKS[i in busy["compute"], i in busy["transfer"]] for i in range(AXIS_WIDTH)]
     return "".join(marks).rstrip()
 
