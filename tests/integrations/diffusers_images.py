@@ -269,11 +269,11 @@ def lumina2() -> tuple[Any, dict[str, Any]]:
     }
 
 
-def with_residuals(family: Any, **residuals: Any) -> Any:
-    """A model and a call of it, with the residuals of a ControlNet."""
+def called_with(family: Any, **arguments: Any) -> Any:
+    """A function that builds the family's model, and a call of it with these arguments."""
 
     def build() -> tuple[Any, dict[str, Any]]:
         model, kwargs = family()
-        return model, kwargs | residuals
+        return model, kwargs | arguments
 
     return build

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import diffusers
@@ -11,102 +12,61 @@ import torch
 from tests.integrations import diffusers_images as images
 from tests.integrations import diffusers_other_models as others
 from tests.integrations import diffusers_videos as videos
+from tests.integrations.diffusers_images import called_with, randn
 from tests.integrations.transformers_models import sequence_parallel
 from wf_backends.comm import World
 
+
+def named(module: ModuleType, names: str) -> dict[str, Any]:
+    """The functions of a module with these names."""
+    return {name: getattr(module, name) for name in names.split()}
+
+
 FAMILIES = {
-    "dit": images.dit,
-    "flux": images.flux,
-    "wan": videos.wan,
-    "wan_by_token": videos.wan_by_token,
-    "wan_vace": videos.wan_vace,
-    "sd3": images.sd3,
-    "auraflow": images.auraflow,
-    "chroma": images.chroma,
-    "hunyuan_video": videos.hunyuan_video,
-    "pixart": images.pixart,
-    "ltx": videos.ltx,
-    "ltx_by_token": videos.ltx_by_token,
-    "cogvideox": videos.cogvideox,
-    "qwen_image": images.qwen_image,
-    "skyreels": videos.skyreels,
-    "skyreels_by_frame": videos.skyreels_by_frame,
-    "cosmos": videos.cosmos,
-    "cosmos_by_frame": videos.cosmos_by_frame,
-    "lumina2": images.lumina2,
-    "mochi": videos.mochi,
-    "flux_control": images.with_residuals(
+    **named(images, "dit flux sd3 auraflow chroma pixart qwen_image lumina2"),
+    **named(videos, "wan wan_by_token wan_vace hunyuan_video ltx ltx_by_token cogvideox mochi"),
+    **named(videos, "skyreels skyreels_by_frame cosmos cosmos_by_frame"),
+    **named(others, "allegro cogview3plus cogview4 easyanimate framepack framepack_of_one"),
+    **named(others, "hunyuan_dit"),
+    "flux_control": called_with(
         images.flux,
-        controlnet_block_samples=[images.randn(2, 16, 32)],
-        controlnet_single_block_samples=[images.randn(2, 16, 32)] * 2,
+        controlnet_block_samples=[randn(2, 16, 32)],
+        controlnet_single_block_samples=[randn(2, 16, 32)] * 2,
     ),
-    "sd3_control": images.with_residuals(
-        images.sd3, block_controlnet_hidden_states=[images.randn(2, 9, 32)] * 2
-    ),
-}
-FAMILIES |= {
-    "allegro": others.allegro,
-    "cogview3plus": others.cogview3plus,
-    "cogview4": others.cogview4,
-    "easyanimate": others.easyanimate,
-    "framepack": others.framepack,
-    "framepack_of_one": others.framepack_of_one,
-    "hunyuan_dit": others.hunyuan_dit,
+    "sd3_control": called_with(images.sd3, block_controlnet_hidden_states=[randn(2, 9, 32)] * 2),
 }
 if hasattr(diffusers, "Flux2Transformer2DModel"):  # since 0.36
     FAMILIES["flux2"] = images.flux2
 if hasattr(diffusers, "ZImageTransformer2DModel"):
-    FAMILIES |= {"z_image": images.z_image, "hunyuan_image": images.hunyuan_image}
-    FAMILIES |= {"hunyuan_video15": videos.hunyuan_video15, "ltx2": videos.ltx2}
-    FAMILIES["hunyuan_video15_of_image"] = videos.hunyuan_video15_of_image
-    FAMILIES["ltx2_by_token"] = videos.ltx2_by_token
     FAMILIES |= {
-        "chronoedit": videos.chronoedit,
-        "cosmos_control": videos.cosmos_control,
-        "glm_image": others.glm_image,
-        "kandinsky5": others.kandinsky5,
-        "prx": others.prx,
-        "wan_animate": others.wan_animate,
+        **named(images, "hunyuan_image qwen_image_edit qwen_image_layered z_image"),
+        **named(videos, "chronoedit cosmos_control hunyuan_video15 hunyuan_video15_of_image"),
+        **named(videos, "ltx2 ltx2_by_token"),
+        **named(others, "glm_image kandinsky5 prx wan_animate"),
         "bria": images.like_flux("BriaTransformer2DModel", axes_dims_rope=[4, 6, 6]),
         "ovis": images.like_flux("OvisImageTransformer2DModel", axes_dims_rope=(4, 6, 6)),
         "longcat": images.like_flux(
             "LongCatImageTransformer2DModel", axes_dims_rope=[4, 6, 6], pooled_projection_dim=24
         ),
+        "qwen_control": called_with(images.qwen_image, controlnet_block_samples=[randn(1, 16, 32)]),
+        "z_control": called_with(images.z_image, controlnet_block_samples={0: randn(2, 64, 32)}),
     }
-    FAMILIES["qwen_image_edit"] = images.qwen_image_edit
-    FAMILIES["qwen_image_layered"] = images.qwen_image_layered
-    FAMILIES["qwen_control"] = images.with_residuals(
-        images.qwen_image, controlnet_block_samples=[images.randn(1, 16, 32)]
-    )
-    FAMILIES["z_control"] = images.with_residuals(
-        images.z_image, controlnet_block_samples={0: images.randn(2, 64, 32)}
-    )
 
 MASK = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0]])
 TWO_TEXTS = {
-    "framepack": images.with_residuals(others.framepack, encoder_attention_mask=MASK),
-    "hunyuan_video": images.with_residuals(videos.hunyuan_video, encoder_attention_mask=MASK),
-    "lumina2": images.with_residuals(images.lumina2, encoder_attention_mask=MASK),
-    "mochi": images.with_residuals(videos.mochi, encoder_attention_mask=MASK.bool()),
+    "framepack": called_with(others.framepack, encoder_attention_mask=MASK),
+    "hunyuan_video": called_with(videos.hunyuan_video, encoder_attention_mask=MASK),
+    "lumina2": called_with(images.lumina2, encoder_attention_mask=MASK),
+    "mochi": called_with(videos.mochi, encoder_attention_mask=MASK.bool()),
 }
 """Two samples, whose texts have different lengths."""
 if "z_image" in FAMILIES:
     TWO_TEXTS |= {
-        "hunyuan_image": images.with_residuals(
-            images.hunyuan_image, encoder_attention_mask=MASK[:, 1:]
-        ),
-        "hunyuan_video15": images.with_residuals(
-            videos.hunyuan_video15, encoder_attention_mask=MASK[:, 1:]
-        ),
-        "prx": images.with_residuals(
-            others.prx, attention_mask=torch.arange(9) < torch.tensor([[8], [9]])
-        ),
-        "qwen_image_edit": images.with_residuals(
-            images.qwen_image_edit, encoder_hidden_states_mask=MASK
-        ),
-        "z_image": images.with_residuals(
-            images.z_image, cap_feats=[images.randn(5, 20), images.randn(37, 20)]
-        ),
+        "hunyuan_image": called_with(images.hunyuan_image, encoder_attention_mask=MASK[:, 1:]),
+        "hunyuan_video15": called_with(videos.hunyuan_video15, encoder_attention_mask=MASK[:, 1:]),
+        "prx": called_with(others.prx, attention_mask=torch.arange(9) < torch.tensor([[8], [9]])),
+        "qwen_image_edit": called_with(images.qwen_image_edit, encoder_hidden_states_mask=MASK),
+        "z_image": called_with(images.z_image, cap_feats=[randn(5, 20), randn(37, 20)]),
     }
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="the transformers extra is missing")
-pytest.importorskip("accelerate", reason="the accelerate extra is missing")
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=ImportError)
 
+import deepspeed  # noqa: E402
 
+import wf_deepspeed  # noqa: E402
 from tests.hetegen.models import fast_device, generate, make_model, max_memory  # noqa: E402
 
 pytestmark = pytest.mark.deepspeed
@@ -30,8 +31,6 @@ def deepspeed_memory(model: torch.nn.Module) -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", ["dict", "file"])
 def test_init_inference_splits_the_model_and_destroy_restores_it(form: str, tmp_path: Path) -> None:
-    import wf_deepspeed
-
     model = make_model("gpt2")
     expected = generate(model, IDS, NUM_TOKENS)
     block = {"alpha": "auto", "pin_memory": True, "prefetch": 2}
@@ -61,51 +60,35 @@ def test_init_inference_splits_the_model_and_destroy_restores_it(form: str, tmp_
     ],
 )
 def test_a_wrong_wallfacer_block_is_refused(config: dict, message: str) -> None:
-    import wf_deepspeed
-
     with pytest.raises(ValueError, match=message):
         wf_deepspeed.init_inference(make_model("gpt2"), config, device=fast_device())
 
 
 def test_a_block_for_training_beside_hetegen_is_refused() -> None:
-    import wf_deepspeed
-
     config = {"wallfacer": {"hetegen": {"max_memory": {"0": 1}}, "checkpointing": {}}}
     with pytest.raises(NotImplementedError, match=r"and \"autochunk\", got \['checkpointing'\]"):
         wf_deepspeed.init_inference(make_model("gpt2"), config)
 
 
 def test_options_of_deepspeeds_engine_beside_hetegen_are_refused() -> None:
-    import wf_deepspeed
-
     config = {"wallfacer": {"hetegen": {"max_memory": {"0": 1}}}, "dtype": torch.float32}
     with pytest.raises(NotImplementedError, match="no engine of DeepSpeed.s, .*dtype"):
         wf_deepspeed.init_inference(make_model("gpt2"), config)
 
 
 def test_option_that_contradicts_the_config_is_refused_as_by_deepspeed() -> None:
-    import wf_deepspeed
-
     config = {"wallfacer": {"autochunk": {"max_memory": "1GB"}}, "dtype": torch.float32}
     with pytest.raises(ValueError, match="Conflicting argument 'dtype'"):
         wf_deepspeed.init_inference(make_model("gpt2"), config, dtype=torch.bfloat16)
 
 
 def test_without_our_block_init_inference_is_that_of_deepspeed() -> None:
-    import deepspeed
-
-    import wf_deepspeed
-
     model = make_model("llama", "eager")
     engine = wf_deepspeed.init_inference(model, {"dtype": torch.float32})
     assert isinstance(engine, deepspeed.InferenceEngine) and engine.module is model
 
 
 def test_autochunk_keeps_its_budget_in_deepspeeds_own_engine() -> None:
-    import deepspeed
-
-    import wf_deepspeed
-
     model = make_model("llama", "eager")
     expected = generate(model, LONG_IDS, NUM_TOKENS)
     config = {"wallfacer": {"autochunk": AUTOCHUNK}}
@@ -117,8 +100,6 @@ def test_autochunk_keeps_its_budget_in_deepspeeds_own_engine() -> None:
 
 
 def test_autochunk_and_hetegen_in_one_block_keep_both_budgets() -> None:
-    import wf_deepspeed
-
     model, device = make_model("llama", "eager"), fast_device()
     expected = generate(model, LONG_IDS, NUM_TOKENS)
     memory = deepspeed_memory(model)
@@ -136,8 +117,6 @@ def test_autochunk_and_hetegen_in_one_block_keep_both_budgets() -> None:
 def test_an_autochunk_budget_that_no_plan_keeps_is_refused_and_the_model_is_restored(
     budget: int,
 ) -> None:
-    import wf_deepspeed
-
     model = make_model("llama", "eager")
     expected = generate(model, LONG_IDS, NUM_TOKENS)
     block = {

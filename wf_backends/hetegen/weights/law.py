@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from math import inf, isfinite
 
 from wf_backends._validation import is_real
@@ -143,8 +144,7 @@ def resident_limits(rates: Rates) -> tuple[float, float]:
     With the best alpha T / W = max( (1 - rho) / served, 1 / (accelerator + host) ), until 1 - rho
     is less than the alpha of the second term. host_call does not count.
     """
-    together = rates.accelerator + rates.host
-    useful = 1 - rates.served / together if isfinite(together) else 1.0
+    useful = 1 - rates.served / (rates.accelerator + rates.host)
     harmless = 1 / (1 + rates.host / rates.accelerator)
     return min(max(useful, 0.0), harmless), harmless
 
@@ -175,20 +175,18 @@ def residency(weights: list[WeightUse], nbytes: float, alpha: float | None = Non
         nbytes: the memory for all resident shares together.
         alpha: the host's share of every weight, which is never resident; None: the best alpha.
     """
-    groups: dict[tuple[float, float, float], list[int]] = defaultdict(list)  # -> indices of weights
+    # (seconds saved per byte, useful share, harmless share) -> indices of weights
+    groups: dict[tuple[float, float, float], list[int]] = defaultdict(list)
     for i, weight in enumerate(weights):
         limits = resident_limits(weight.rates) if alpha is None else (1 - alpha, 1 - alpha)
         saved_per_byte = weight.uses / weight.rates.served
         groups[saved_per_byte, *limits].append(i)
-    order = sorted(groups, reverse=True)
-    useful = [(group, group[1]) for group in order]
-    harmless = [(group, group[2]) for group in order]
     shares = [0.0] * len(weights)
-    for group, limit in useful + harmless:
+    for limit, group in product((1, 2), sorted(groups, reverse=True)):  # first what saves time
         members = groups[group]
         group_bytes = sum(weights[i].nbytes for i in members)
         share = shares[members[0]]
-        raised = min(limit, share + nbytes / group_bytes)
+        raised = min(group[limit], share + nbytes / group_bytes)
         nbytes -= (raised - share) * group_bytes
         for i in members:
             shares[i] = raised
