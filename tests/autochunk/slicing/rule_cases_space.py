@@ -29,6 +29,9 @@ ATTENTION = [
         "01",
         lambda t: (t("b", "h", 3, 4), t("b", "h", 5, 4), t("b", "h", 5, 4), None, 0.0, True),
     ),
+    # Keys and values, or keys alone, that are broadcast to the queries.
+    case(sdpa, "012", lambda t: (*(t(b, "h", "s", 4) for b in ("b", 1, 1)), None, 0.0, True)),
+    case(sdpa, "012", lambda t: (*(t("b", h, "s", 4) for h in ("h", 1, "h")), None, 0.0, True)),
     case(sdpa, "", lambda t: (*(t("b", "h", "s", 4) for _ in "qkv"), None, 0.5)),
     case(sdpa, "012", lambda t: (*(t("b", "h", "s", 4) for _ in "qkv"), t("b", 1, "s", "s"))),
     case(sdpa, "012", lambda t: (*(t("b", "h", "s", 4) for _ in "qkv"), t("h", 1, "s") > -1)),

@@ -73,8 +73,15 @@ def write_attention(slice_: RowSlice) -> fx.Node:
 
 
 def _supports_attend_rows(call: Call) -> bool:
-    """Whether torch has a kernel for these tensors and this device that `attend_rows` can call."""
+    """Whether torch has a kernel for these tensors and this device that `attend_rows` can call.
+
+    None broadcasts keys to the queries' batch, or to the heads of the values.
+    """
     query = call["query"].meta["val"]
+    # Each is (batch, heads); tensors without a batch have (heads,).
+    queries, keys, values = (call.size(name)[:-ROWS] for name in ("query", "key", "value"))
+    if len(queries) != 2 or keys != values or keys[:-1] != queries[:-1]:
+        return False
     spec = KernelSpec(
         device=query.device.type,
         dtype=_autocast_dtype(query),
@@ -83,8 +90,7 @@ def _supports_attend_rows(call: Call) -> bool:
         kv_heads=call.size("key")[-HEADS],
         value_dim=call.size("value")[-1],
     )
-    supported = KERNELS["sdpa"]().refuses(spec) is None or _is_for_memory_efficient(spec)
-    return query.ndim == 4 and supported
+    return KERNELS["sdpa"]().refuses(spec) is None or _is_for_memory_efficient(spec)
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:
