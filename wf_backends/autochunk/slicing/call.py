@@ -173,6 +173,11 @@ def same_rows(call: Call, dim: int) -> Reads:
     return {next(iter(call.tensors())): Rows(dim)}
 
 
+def same_rows_if(is_allowed: Callable[[Call, int], bool]) -> Rule:
+    """The same rows of the first tensor argument, along the dimensions that are allowed."""
+    return Rule(lambda call, dim: same_rows(call, dim) if is_allowed(call, dim) else None)
+
+
 def broadcast(shape: Shape | None, dim: int, out: Shape) -> Rows | None:
     """What rows of dimension `dim` of `out` read of an input of `shape` that is broadcast to `out`:
     its rows, or all of it (None) where it lacks that dimension or has size 1."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from wf_backends.autochunk.slicing.call import Call, Reads, Rows, Rule, Table, aten, same_rows
+from wf_backends.autochunk.slicing.call import Call, Reads, Rows, Rule, Table, aten, same_rows_if
 
 NUM_PARTS = 8  # in which statistics are computed: more are slower, and fewer take more memory
 
@@ -88,11 +88,6 @@ def join_group_norms(graph: fx.Graph) -> None:
             graph.erase_node(statistics)
 
 
-def batch_only(call: Call, dim: int) -> Reads | None:
-    """The same rows of the first tensor, along the batch alone."""
-    return same_rows(call, dim) if dim == 0 else None
-
-
 def normalize_reads(call: Call, dim: int) -> Reads | None:
     """Sliced along the batch or space; the channels of a group share its statistics."""
     if dim == 1:
@@ -100,8 +95,10 @@ def normalize_reads(call: Call, dim: int) -> Reads | None:
     return {"x": Rows(dim), "statistics": Rows(0) if dim == 0 else None}
 
 
+ALONG_BATCH = same_rows_if(lambda _, dim: dim == 0)
+
 TABLE: Table = {
-    aten.group_norm: Rule(batch_only),
-    group_statistics: Rule(batch_only),
+    aten.group_norm: ALONG_BATCH,
+    group_statistics: ALONG_BATCH,
     group_normalize: Rule(normalize_reads),
 }

@@ -16,6 +16,7 @@ from wf_backends.autochunk.slicing.call import (
     axis,
     broadcast,
     same_rows,
+    same_rows_if,
     table,
 )
 
@@ -27,15 +28,14 @@ def pointwise(call: Call, dim: int) -> Reads | None:
     return {name: broadcast(call.size(name), dim, call.shape) for name in call.tensors()}
 
 
-def unary(call: Call, dim: int) -> Reads | None:
-    """The same rows of the first tensor; a second one only gives its dtype or a parameter."""
-    first = next(iter(call.tensors()))
-    return same_rows(call, dim) if call.size(first) == call.shape else None
+def has_its_shape(call: Call, dim: int) -> bool:
+    """Whether the output has the shape of the first tensor."""
+    return call.size(next(iter(call.tensors()))) == call.shape
 
 
-def dropout(call: Call, dim: int) -> Reads | None:
-    """The identity in evaluation; a wall where it draws random numbers."""
-    return None if call["train"] and call["p"] > 0 else {"input": Rows(dim)}
+def is_identity(call: Call, dim: int) -> bool:
+    """Whether a dropout draws no random numbers."""
+    return not call["train"] or call["p"] == 0
 
 
 def write_triangle(slice_: RowSlice) -> fx.Node:
@@ -70,20 +70,12 @@ def reduction(call: Call, dim: int) -> Reads | None:
     return {"self": Rows(remaining[dim])}
 
 
-def norm(call: Call, dim: int) -> Reads | None:
-    """layer_norm and rms_norm: dimensions before the normalized ones."""
-    return {"input": Rows(dim)} if dim < len(call.shape) - len(call["normalized_shape"]) else None
+def is_not_normalized(call: Call, dim: int) -> bool:
+    return dim < len(call.shape) - len(call["normalized_shape"])
 
 
-def one_hot(call: Call, dim: int) -> Reads | None:
-    """A dimension of the input; a wall where the number of classes depends on the values."""
-    is_input_dim = dim < len(call.shape) - 1
-    return {"self": Rows(dim)} if is_input_dim and call["num_classes"] >= 0 else None
-
-
-def view_as_real(call: Call, dim: int) -> Reads | None:
-    """Any dimension but the last one: real and imaginary part."""
-    return same_rows(call, dim) if dim < len(call.shape) - 1 else None
+def is_not_last(call: Call, dim: int) -> bool:
+    return dim < len(call.shape) - 1
 
 
 POINTWISE = Rule(pointwise)
@@ -95,12 +87,12 @@ TABLE: Table = {
         "greater_equal hardswish isclose less less_equal log_sigmoid masked_fill multiply "
         "not_equal polar rsub sub subtract true_divide type_as where",
     ),
-    **table(
-        Rule(unary),
+    **table(  # a second tensor only gives its dtype or a parameter
+        same_rows_if(has_its_shape),
         "_to_copy alias clone contiguous detach empty_like full_like lift_fresh_copy ones_like to "
         "zero zeros_like",
     ),
-    **table(Rule(dropout), "dropout feature_dropout alpha_dropout"),
+    **table(same_rows_if(is_identity), "dropout feature_dropout alpha_dropout"),
     **table(Rule(same_rows, write_triangle), "tril triu"),
     **table(
         Rule(along_other_dims),
@@ -112,8 +104,11 @@ TABLE: Table = {
         "all amax amin any argmax argmin count_nonzero kthvalue linalg_norm linalg_vector_norm "
         "logsumexp max mean median min nansum norm prod std std_mean sum var var_mean",
     ),
-    **table(Rule(norm), "layer_norm rms_norm"),
-    aten.one_hot: Rule(one_hot),
+    **table(same_rows_if(is_not_normalized), "layer_norm rms_norm"),
+    # A wall where the number of classes depends on the values.
+    aten.one_hot: same_rows_if(
+        lambda call, dim: is_not_last(call, dim) and call["num_classes"] >= 0
+    ),
     aten.view_as_complex: Rule(same_rows),
-    aten.view_as_real: Rule(view_as_real),
+    aten.view_as_real: same_rows_if(is_not_last),  # the last one: real and imaginary part
 }

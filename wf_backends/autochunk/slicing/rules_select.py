@@ -18,9 +18,11 @@ from wf_backends.autochunk.slicing.call import (
     axis,
     broadcast,
     same_rows,
+    same_rows_if,
     shape_of,
     table,
 )
+from wf_backends.autochunk.slicing.rules_products import product
 
 
 def operator_dim(call: Call) -> int:
@@ -41,11 +43,6 @@ def stack(call: Call, dim: int) -> Reads | None:
     new_dim = axis(call["dim"], len(call.shape))
     rows = Rows(dim if dim < new_dim else dim - 1)
     return None if dim == new_dim else {"tensors": [rows] * len(call["tensors"])}
-
-
-def split(call: Call, dim: int) -> Reads | None:
-    """The same rows of every part, along another dimension than the split one."""
-    return None if dim == operator_dim(call) else {"self": Rows(dim)}
 
 
 def select(call: Call, dim: int) -> Reads:
@@ -111,10 +108,6 @@ def is_mask(tensor: fx.Node) -> bool:
     return tensor.meta["val"].dtype in (torch.bool, torch.uint8)
 
 
-def embedding(call: Call, dim: int) -> Reads:
-    return {"indices": Rows(dim)} if dim < len(call.size("indices")) else {"weight": Rows(1)}
-
-
 def padding(call: Call, dim: int) -> tuple[int, int]:
     """The rows that are added before and after dimension `dim`; `pad` begins with the last one."""
     pad, position = call["pad"], 2 * (len(call.shape) - 1 - dim)
@@ -148,7 +141,7 @@ def outside(lo: int, hi: int, size: int) -> tuple[int, int]:
 
 TABLE: Table = {
     **table(
-        Rule(split),
+        same_rows_if(lambda call, dim: dim != operator_dim(call)),
         "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split "
         "unsafe_split_with_sizes",
     ),
@@ -156,7 +149,7 @@ TABLE: Table = {
     **table(Rule(pad, write_pad), "constant_pad_nd pad"),
     **table(Rule(narrow, write_narrow), "narrow slice"),
     **table(Rule(select), "select unbind"),
-    aten.embedding: Rule(embedding),
+    aten.embedding: product("vd,...->...d", "weight", "indices"),
     aten.gather: Rule(gather),
     aten.index: Rule(index),
     aten.index_select: Rule(index_select),

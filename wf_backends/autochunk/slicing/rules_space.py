@@ -22,6 +22,7 @@ from wf_backends.autochunk.slicing.call import (
     Table,
     aten,
     same_rows,
+    same_rows_if,
     table,
 )
 from wf_backends.autochunk.slicing.rules_select import outside
@@ -48,103 +49,90 @@ def _per_dimension(value: Any, num_dims: int) -> list[int]:
     return values * num_dims if len(values) == 1 else values
 
 
-def conv_windows(call: Call) -> list[Rows] | None:
-    """The windows of a convolution; None where padding "same" pads two sides differently."""
+def conv_windows(call: Call) -> Sequence[Rows | None]:
+    """None if transposed, or where padding "same" pads two sides differently."""
     kernel, padding = call.size("weight")[2:], call["padding"]
-    if padding == "valid":
-        padding = 0
-    elif padding == "same":
-        dilation = _per_dimension(call["dilation"], len(kernel))
-        total = [d * (size - 1) for d, size in zip(dilation, kernel, strict=True)]
-        if any(rows % 2 for rows in total):
-            return None
-        padding = [rows // 2 for rows in total]
-    return windows_of(call, kernel, call["stride"], padding, call["dilation"])
+    dilation = _per_dimension(call["dilation"], len(kernel))
+    beyond = [gap * (size - 1) for gap, size in zip(dilation, kernel, strict=True)]
+    uneven = padding == "same" and any(rows % 2 for rows in beyond)
+    if uneven or call.get("transposed"):
+        return [None] * len(kernel)
+    if isinstance(padding, str):
+        padding = [rows // 2 if padding == "same" else 0 for rows in beyond]
+    return windows_of(call, kernel, call["stride"], padding, dilation)
 
 
-def pool_windows(call: Call, num_dims: int) -> list[Rows] | None:
-    """The windows of a pooling operator; None for integers, or if border windows are incomplete."""
+def pool_windows(call: Call, num_dims: int) -> Sequence[Rows | None]:
+    """None for integers, or if windows at the border are incomplete."""
     padded = any(_per_dimension(call["padding"], num_dims))
     if (
         call["ceil_mode"]
         or not call["self"].meta["val"].is_floating_point()
         or (padded and not call.get("count_include_pad", True))
     ):
-        return None
+        return [None] * num_dims
     kernel = _per_dimension(call["kernel_size"], num_dims)
-    return windows_of(
-        call, kernel, call["stride"] or kernel, call["padding"], call.get("dilation", 1)
-    )
+    stride = call["stride"] or kernel
+    return windows_of(call, kernel, stride, call["padding"], call.get("dilation", 1))
 
 
-def padded_arguments(
-    slice_: RowSlice, name: str, windows: list[Rows], fill: float
-) -> dict[str, Any]:
-    """The arguments that a slice along space changes: `padding`, and the input `name`, which is
-    padded with `fill` first if the slice needs more padding on one side than on the other."""
-    from_end = len(slice_.call.shape) - slice_.dim
-    rows = windows[-from_end].unclipped(slice_.lo, slice_.hi)
-    before, after = outside(*rows, slice_.call.size(name)[slice_.dim])
-    tensor = slice_.arguments[name]
-    padding = [window.before for window in windows]
-    if before == after:
-        padding[-from_end] = before
-    else:
-        padding[-from_end] = 0
-        pad = [0, 0] * (from_end - 1) + [before, after]
-        tensor = slice_.call_function(aten.constant_pad_nd.default, tensor, pad, fill)
-    return {name: tensor, "padding": padding}
+def windowed(
+    name: str,
+    find_windows: Callable[[Call], Sequence[Rows | None]],
+    other_reads: Callable[[Call, int], Reads | None],
+    fill: float,
+) -> Rule:
+    """The rule for an operator on windows of its argument `name`, which it pads with `fill`.
+
+    `find_windows` gives the rows that a slice along each dimension of space reads, None where it
+    cannot be sliced; `other_reads` what a slice along the batch or the channels reads.
+    """
+
+    def reads(call: Call, dim: int) -> Reads | None:
+        windows, from_end = find_windows(call), len(call.shape) - dim
+        if from_end > len(windows):
+            return other_reads(call, dim)
+        rows = windows[-from_end]
+        return None if rows is None else {name: rows}
+
+    def write(slice_: RowSlice) -> fx.Node:
+        """Where the slice needs more padding on one side than on the other, the input is padded
+        first."""
+        windows, from_end = find_windows(slice_.call), len(slice_.call.shape) - slice_.dim
+        if from_end > len(windows):
+            return slice_.call_same()
+        padding = [window.before for window in windows if window]
+        first, last = windows[-from_end].unclipped(slice_.lo, slice_.hi)  # type: ignore[union-attr]
+        before, after = outside(first, last, slice_.call.size(name)[slice_.dim])
+        changed: dict[str, Any] = {"padding": padding}
+        padding[-from_end] = before if before == after else 0
+        if before != after:
+            pad = [0, 0] * (from_end - 1) + [before, after]
+            tensor = slice_.arguments[name]
+            changed[name] = slice_.call_function(aten.constant_pad_nd.default, tensor, pad, fill)
+        call = slice_.call_same(**changed)
+        call.target = slice_.call.target.overloadpacket.default  # takes no "same"
+        return call
+
+    return Rule(reads, write)
 
 
-def is_space(call: Call, dim: int, num_dims: int) -> bool:
-    return dim >= len(call.shape) - num_dims
+def batch_or_channels(call: Call, dim: int) -> Reads | None:
+    """A convolution along the batch, or output channels (if each reads all input channels)."""
+    if is_batch(call, dim):
+        return {"input": Rows(0)}
+    is_plain = call["groups"] == 1 and not call.get("transposed")
+    return {"weight": Rows(0), "bias": Rows(0)} if is_plain else None
 
 
-def convolution(call: Call, dim: int) -> Reads | None:
-    """Sliced along the batch, space, or output channels (if each reads all input channels)."""
-    num_space_dims = len(call.size("weight")) - 2
-    channel_dim = len(call.shape) - num_space_dims - 1
-    if dim < channel_dim:
-        return {"input": Rows(dim)}
-    if call.get("transposed"):
-        return None
-    if dim == channel_dim:
-        return {"weight": Rows(0), "bias": Rows(0)} if call["groups"] == 1 else None
-    windows = conv_windows(call)
-    return None if windows is None else {"input": windows[dim - len(call.shape)]}
-
-
-def write_convolution(slice_: RowSlice) -> fx.Node:
-    if not is_space(slice_.call, slice_.dim, len(slice_.call.size("weight")) - 2):
-        return slice_.call_same()
-    windows = conv_windows(slice_.call)
-    assert windows is not None
-    changed = padded_arguments(slice_, "input", windows, 0.0)
-    overload = slice_.call.target.overloadpacket.default  # takes numbers as padding, not "same"
-    return slice_.call_function(overload, **{**slice_.arguments, **changed})
-
-
-def transposed_convolution(call: Call, dim: int) -> Reads | None:
-    """Sliced along the batch, where the input has one."""
-    return {"input": Rows(0)} if dim == 0 and len(call.shape) == len(call.size("weight")) else None
+def is_batch(call: Call, dim: int) -> bool:
+    """Whether it is the batch of a convolution, whose input may have none."""
+    return dim == 0 and len(call.shape) == len(call.size("weight"))
 
 
 def pool(num_dims: int, fill: float) -> Rule:
     """The rule for a pooling operator over `num_dims` dimensions of space, padded with `fill`."""
-
-    def reads(call: Call, dim: int) -> Reads | None:
-        if not is_space(call, dim, num_dims):
-            return {"self": Rows(dim)}
-        windows = pool_windows(call, num_dims)
-        return None if windows is None else {"self": windows[dim - len(call.shape)]}
-
-    def write(slice_: RowSlice) -> fx.Node:
-        windows = pool_windows(slice_.call, num_dims)
-        if windows is None or not is_space(slice_.call, slice_.dim, num_dims):
-            return slice_.call_same()
-        return slice_.call_same(**padded_arguments(slice_, "self", windows, fill))
-
-    return Rule(reads, write)
+    return windowed("self", lambda call: pool_windows(call, num_dims), same_rows, fill)
 
 
 def nearest(call: Call, dim: int) -> Reads | None:
@@ -169,7 +157,7 @@ def write_nearest(slice_: RowSlice) -> fx.Node:
 
 def not_space(num_dims: int) -> Rule:
     """The same rows of the first tensor, along any dimension but the last `num_dims`."""
-    return Rule(lambda call, dim: None if is_space(call, dim, num_dims) else same_rows(call, dim))
+    return same_rows_if(lambda call, dim: dim < len(call.shape) - num_dims)
 
 
 def pixel_shuffle(call: Call, dim: int) -> Reads:
@@ -195,8 +183,10 @@ def table_1d_to_3d(names: str, make_rule: Callable[[int], Rule]) -> Table:
     }
 
 
+CONVOLUTION = windowed("input", conv_windows, batch_or_channels, 0.0)
+
 TABLE: Table = {
-    **table_1d_to_3d("conv{n}d", lambda n: Rule(convolution, write_convolution)),
+    **table_1d_to_3d("conv{n}d", lambda n: CONVOLUTION),
     **table_1d_to_3d("max_pool{n}d", lambda n: pool(n, -inf)),
     **table_1d_to_3d("avg_pool{n}d", lambda n: pool(n, 0.0)),
     **table_1d_to_3d("adaptive_avg_pool{n}d reflection_pad{n}d replication_pad{n}d", not_space),
@@ -204,8 +194,8 @@ TABLE: Table = {
         "upsample_nearest{n}d _upsample_nearest_exact{n}d", lambda n: Rule(nearest, write_nearest)
     ),
     aten.batch_norm: Rule(batch_norm),
-    **table_1d_to_3d("conv_transpose{n}d", lambda n: Rule(transposed_convolution)),
-    aten.convolution: Rule(convolution, write_convolution),
+    **table_1d_to_3d("conv_transpose{n}d", lambda n: same_rows_if(is_batch)),
+    aten.convolution: CONVOLUTION,
     **table(Rule(pixel_shuffle), "pixel_shuffle pixel_unshuffle"),
     aten.upsample_trilinear3d: not_space(3),
     **table(not_space(2), "upsample_bicubic2d upsample_bilinear2d"),

@@ -76,15 +76,6 @@ def write_expand(slice_: RowSlice) -> fx.Node:
     return slice_.call_function(aten.expand.default, slice_.arguments["self"], slice_.shape)
 
 
-def fill(call: Call, dim: int) -> Reads:
-    """Reads no rows; new_zeros and similar operators use only the dtype of `self`."""
-    return {}
-
-
-def write_size(slice_: RowSlice) -> fx.Node:
-    return slice_.call_same(size=slice_.shape)
-
-
 def repeat(call: Call, dim: int) -> Reads | None:
     """A dimension that is not repeated, or of which the input has one row."""
     input_dim = dim - len(call.shape) + len(call.size("self"))
@@ -112,9 +103,8 @@ def repeat_interleave(call: Call, dim: int) -> Reads | None:
     return {"self": Rows(dim, Fraction(1, repeats))}
 
 
-def write_repeat_interleave(slice_: RowSlice) -> fx.Node:
-    return slice_.call_same(output_size=None)
-
+# Reads no rows: new_zeros and similar operators use only the dtype of `self`.
+FILL = Rule(lambda call, dim: {}, lambda slice_: slice_.call_same(size=slice_.shape))
 
 RESHAPES = table(
     Rule(reshape, write_reshape), "flatten reshape squeeze unflatten unsqueeze _unsafe_view view"
@@ -124,8 +114,10 @@ TABLE: Table = {
     **table(
         Rule(permute), "adjoint mT moveaxis movedim numpy_T permute swapaxes swapdims t transpose"
     ),
-    **table(Rule(fill, write_size), "empty full new_empty new_full new_ones new_zeros ones zeros"),
+    **table(FILL, "empty full new_empty new_full new_ones new_zeros ones zeros"),
     **table(Rule(expand, write_expand), "expand broadcast_to"),
     aten.repeat: Rule(repeat, write_repeat),
-    aten.repeat_interleave: Rule(repeat_interleave, write_repeat_interleave),
+    aten.repeat_interleave: Rule(
+        repeat_interleave, lambda slice_: slice_.call_same(output_size=None)
+    ),
 }
