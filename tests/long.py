@@ -159,8 +159,8 @@ LONG: dict[str, str] = {
     "tests/autochunk/test_autochunk.py": r"outputs_.*\[(?!gpt2-sdpa|vit-eager)|torch_compile",
     "tests/autochunk/test_generation.py": r"on_the_left|slices\[mistral|encoder_and_decoder|"
     "cache_argument",
-    "tests/autochunk/test_changed_models.py": r"is_used\[(add_forward_hook|remove_bias|"
-    r"replace_linear\]|replace_weight|change_number\])",
+    "tests/autochunk/test_changed_models.py": r"is_used\[(forward hook|no bias|linear\]|wider "
+    r"weight|number\])",
     "tests/autochunk/test_diffusers.py": rf"{all_but('deep_compression')}|pipeline",
     "tests/autochunk/test_evoformer_unet.py": "fused|unet_condition|to_the_least|unet-eager",
     "tests/autochunk/test_search.py": "in_another_process",

@@ -36,23 +36,29 @@ class Attention(nn.Module):
 class Decoder(nn.Module):
     """Layers, a head, and a loss as in transformers; `scale` is a factor of the logits."""
 
-    def __init__(self, layers: int = 2, dropout: float = 0.0, scale: float = 1.0) -> None:
+    def __init__(
+        self, layers: int = 2, dropout: float = 0.0, scale: float = 1.0, bias: bool = True
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.attention = nn.ModuleList(Attention() for _ in range(layers))
         self.mlp = nn.ModuleList(Mlp(dropout) for _ in range(layers))
-        self.head, self.scale = nn.Linear(WIDTH, VOCABULARY), scale
+        self.head, self.scale = nn.Linear(WIDTH, VOCABULARY, bias), scale
         self.loss_function = ForCausalLMLoss
 
-    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self, ids: Tensor, labels: Tensor | None = None, **loss_kwargs: Any
+    ) -> dict[str, Tensor]:
         x = self.embed(ids)
         for attention, mlp in zip(self.attention, self.mlp, strict=True):
             x = x + attention(x)
             x = x + mlp(x)
         logits = self.head(x)
         logits = logits if self.scale == 1 else logits * self.scale
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY)
-        return {"loss": loss, "logits": logits}
+        if labels is None:
+            return {"logits": logits}
+        loss_kwargs |= {"logits": logits, "labels": labels, "vocab_size": VOCABULARY}
+        return {"loss": self.loss_function(**loss_kwargs), "logits": logits}
 
 
 def build_decoder(**kwargs: Any) -> Decoder:

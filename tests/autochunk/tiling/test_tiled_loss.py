@@ -16,39 +16,16 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.autochunk.tiling.decoder import VOCABULARY, Decoder, build_decoder
 from tests.autochunk.tiling.helpers import ForCausalLMLoss, assert_close, tiled_modules
 from wf_backends.autochunk.tiling import Tiles, tile_modules
 
-VOCABULARY, WIDTH, BATCH, SEQLEN, NUM_TILES = 40, 8, 2, 13, 4
+BATCH, SEQLEN, NUM_TILES = 2, 13, 4
 Batch = dict[str, Any]
 
 
-class Causal(nn.Module):
-    """The form of Hugging Face's causal language models."""
-
-    def __init__(self, bias: bool = False, scale: float | None = None) -> None:
-        super().__init__()
-        self.embed, self.inner = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=bias)
-        self.scale, self.loss_function = scale, ForCausalLMLoss
-
-    def forward(
-        self, ids: Tensor, labels: Tensor | None = None, **loss_kwargs: Any
-    ) -> dict[str, Tensor]:
-        logits = self.head(self.inner(self.embed(ids)).tanh())
-        if self.scale is not None:
-            logits = logits * self.scale
-        if labels is None:
-            return {"logits": logits}
-        loss = self.loss_function(
-            logits=logits, labels=labels, vocab_size=VOCABULARY, **loss_kwargs
-        )
-        return {"loss": loss, "logits": logits}
-
-
-def build_model(**kwargs: Any) -> Causal:
-    torch.manual_seed(0)
-    return Causal(**kwargs).double()
+def build_model(**kwargs: Any) -> Decoder:
+    return build_decoder(layers=1, **kwargs).double()
 
 
 def make_batch() -> Batch:
@@ -236,6 +213,6 @@ def test_labels_of_another_shape_are_refused() -> None:
 def test_another_loss_function_is_refused_and_no_module_is_tiled() -> None:
     model = build_model()
     model.loss_function = F.cross_entropy
-    with pytest.raises(NotImplementedError, match="loss of Causal is cross_entropy, and not"):
-        tile_modules(model, [Tiles("inner", 1, 2), *head_tiles()])
+    with pytest.raises(NotImplementedError, match="loss of Decoder is cross_entropy, and not"):
+        tile_modules(model, [Tiles("mlp.0", 1, 2), *head_tiles()])
     assert tiled_modules(model) == []
