@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tests.dense import largest
-from wf_backends.autochunk.graph import StorageTracker, capture
-from wf_backends.autochunk.slicing import Flow, trace
+from wf_backends.autochunk.graph import Effects, Steps, StorageTracker, capture, read_steps
+from wf_backends.autochunk.slicing import Flow, sources, trace
 
 ANY_SLOWDOWN = 4.0  # max_slowdown of tests about memory: slices cost much time in small models
 
@@ -43,9 +43,14 @@ class TensorConstant(nn.Module):
 def flow_of(model: nn.Module, args: tuple[torch.Tensor, ...], dim: int) -> Flow:
     """The flow of all operators of a model, sliced along `dim` of its output."""
     graph = capture(model, args, {}).graph
-    flow = trace([node for node in graph.nodes if node.op == "call_function"], dim)
+    flow = trace([node for node in graph.nodes if node.op == "call_function"], dim, sources)
     assert flow is not None
     return flow
+
+
+def steps_of(model: nn.Module, *args: torch.Tensor) -> Steps:
+    """The steps of a model's graph, in evaluation mode."""
+    return read_steps(capture(model.eval(), args, {}).graph, Effects())
 
 
 def attention_and_spectrum(x: torch.Tensor) -> torch.Tensor:

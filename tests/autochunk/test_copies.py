@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.autochunk.helpers import measured_peak
+from tests.autochunk.helpers import measured_peak, steps_of
 from wf_backends.autochunk import ChunkPlan, autochunk
-from wf_backends.autochunk.graph import Effects, capture, read_steps, with_copies
+from wf_backends.autochunk.graph import with_copies
 
 TOKENS = 224
 UNLIMITED = 1e9  # max_slowdown
@@ -104,8 +104,7 @@ def test_mask_is_recomputed_only_if_nothing_writes_to_it_or_its_source(
     written: str, copied: str
 ) -> None:
     model, x = MaskedAttention(written).eval(), torch.randn(128, 4, dtype=torch.float64)
-    steps = read_steps(capture(model, (x,), {}).graph, Effects())
-    assert (with_copies(steps, "masks") is not None) == bool(copied)
+    assert (with_copies(steps_of(model, x), "masks") is not None) == bool(copied)
     chunked = autochunk(model, (x,), max_slowdown=UNLIMITED)
     assert chunked.plan.copied == copied
     with torch.no_grad():

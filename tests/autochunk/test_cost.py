@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.autochunk.helpers import Lambda, attention_and_spectrum, flow_of
+from tests.autochunk.helpers import Lambda, attention_and_spectrum, flow_of, steps_of
 from wf_backends.autochunk.cost import OperatorCost, Rates, measure_rates
-from wf_backends.autochunk.graph.capture import capture
-from wf_backends.autochunk.graph.memory import Effects, read_steps
 from wf_backends.autochunk.select import Search
 from wf_backends.autochunk.slicing import SlicedOperator, is_interleaved
 
@@ -35,8 +33,7 @@ def test_fused_attention_counts_the_flops_of_its_two_products() -> None:
     def attention(x: torch.Tensor) -> torch.Tensor:
         return nn.functional.scaled_dot_product_attention(x, x, x)
 
-    graph = capture(Lambda(attention).eval(), (torch.zeros(2, 4, 128, 16),), {}).graph
-    (step,) = read_steps(graph, Effects()).steps
+    (step,) = steps_of(Lambda(attention), torch.zeros(2, 4, 128, 16)).steps
     assert step.flops == 2 * (2 * 2 * 4 * 128 * 128 * 16)
 
 
@@ -76,8 +73,7 @@ def test_matrices_whose_innermost_dimension_is_the_batch_are_interleaved(
     model: nn.Module, expected: bool
 ) -> None:
     x = torch.zeros(2, 3, 3, 3)
-    graph = capture(model.eval(), (x, x), {}).graph
-    *_, product = (node for node in graph.nodes if node.op == "call_function")
+    product = steps_of(model, x, x).steps[-1].node
     inputs = product.all_input_nodes
     assert inputs and all(is_interleaved(product, node) == expected for node in inputs)
 
@@ -110,11 +106,11 @@ def test_each_further_slice_of_a_convolution_adds_the_time_of_its_halo(
 
 
 def test_each_slice_adds_the_time_of_a_loop_iteration() -> None:
-    graph = capture(Lambda(attention_and_spectrum).eval(), (torch.zeros(512, 8),), {}).graph
+    steps = steps_of(Lambda(attention_and_spectrum), torch.zeros(512, 8))
 
     def slices_and_added_seconds(slice_seconds: float) -> tuple[int, float]:
         rates = Rates(2e-6, 1e11, 2.5e10, 1e10, slice_seconds=slice_seconds)
-        (choice,) = Search(read_steps(graph, Effects()), rates).within_memory(1).choices
+        (choice,) = Search(steps, rates).within_memory(1).choices
         return choice.num_slices, choice.added_seconds
 
     num_slices, free = slices_and_added_seconds(0.0)

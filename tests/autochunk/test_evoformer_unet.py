@@ -13,10 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.autochunk.helpers import ANY_SLOWDOWN, in_float64, measured_peak, relative_error
+from tests.autochunk.helpers import (
+    ANY_SLOWDOWN,
+    in_float64,
+    measured_peak,
+    relative_error,
+    steps_of,
+)
 from wf_backends.autochunk import autochunk
 from wf_backends.autochunk.cost import Rates
-from wf_backends.autochunk.graph import Effects, capture, read_steps
 from wf_backends.autochunk.select import Search
 
 with pytest.MonkeyPatch.context() as patch:
@@ -103,7 +108,6 @@ def test_outputs_equal_the_models_and_the_peak_equals_the_plans(
 
 def test_budgets_down_to_the_least_of_an_evoformer_block_are_met_at_little_cost() -> None:
     inputs = torch.zeros(1, 32, 64, 256), torch.zeros(1, 64, 64, 128)
-    graph = capture(EvoformerBlock().eval(), inputs, {}).graph
     rates_of_a_cpu = Rates(
         launch_seconds=4e-6,
         flops_per_s=1.8e11,
@@ -112,7 +116,7 @@ def test_budgets_down_to_the_least_of_an_evoformer_block_are_met_at_little_cost(
         interleaved_bytes_per_s=1.6e9,
         slice_seconds=1.8e-5,
     )
-    search = Search(read_steps(graph, Effects()), rates_of_a_cpu)
+    search = Search(steps_of(EvoformerBlock(), *inputs), rates_of_a_cpu)
     for budget_mib in (12.0, 11.5, 11.0, 10.5, 10.1):  # the least peak is 10.03 MiB
         selection = search.within_memory(int(budget_mib * 2**20))
         assert selection.peak / 2**20 <= budget_mib

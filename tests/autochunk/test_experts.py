@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from tests.autochunk.helpers import measured_peak
 from tests.autochunk.slicing.slicing import assert_slices
 from wf_backends.autochunk import ChunkPlan, autochunk
-from wf_backends.autochunk.graph import capture
-from wf_backends.autochunk.slicing import Experts, sources
+from wf_backends.autochunk.graph import Experts, capture
+from wf_backends.autochunk.slicing import sources
 
 TOKENS, HIDDEN, INNER, NUM_EXPERTS, EXPERTS_PER_TOKEN = 512, 32, 96, 8, 3
 UNLIMITED = 1e9  # max_slowdown

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from tests.autochunk.helpers import ANY_SLOWDOWN
+from tests.autochunk.helpers import ANY_SLOWDOWN, measured_peak
 from wf_backends.autochunk import ChunkPlan, autochunk
 
 SIZE = 1, 256, 16
@@ -150,6 +150,27 @@ def test_numbers_that_compare_equal_are_distinguished() -> None:
     for factor in (1.0, 1, True, 0.0, -0.0):
         assert_equal_outputs(model, chunked, x, factor)
         assert str(chunked(x, factor)[2]) == str(factor)
+
+
+class ScalesItsTable(nn.Module):
+    """Its forward takes no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(SIZE))
+
+    def forward(self, factor: int) -> Tensor:
+        return attention(self.table) * factor
+
+
+def test_model_whose_forward_takes_no_tensor_runs_in_slices() -> None:
+    model = ScalesItsTable()
+    plan = chunk(model, 2).plan
+    assert isinstance(plan, ChunkPlan)
+    planned = autochunk(model, (2,), max_memory=0.6, max_slowdown=ANY_SLOWDOWN, plan=plan)
+    for factor in (2, 3):  # the second is planned at its first call
+        assert_equal_outputs(model, planned, factor)
+        assert measured_peak(planned, {"factor": factor}) == pytest.approx(plan.peak, rel=0.05)
 
 
 class CastsTo(nn.Module):

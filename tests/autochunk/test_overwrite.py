@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ from tests.autochunk.helpers import (
     measured_peak,
     profiled_peak,
     relative_error,
+    steps_of,
 )
 from wf_backends.autochunk import ChunkPlan, autochunk
-from wf_backends.autochunk.graph import Effects, capture, read_steps
+from wf_backends.autochunk.graph import Effects
 from wf_backends.autochunk.lower import lower
-from wf_backends.autochunk.region import Region, rows_before
+from wf_backends.autochunk.region import rows_before
 from wf_backends.autochunk.search import Candidate, candidates_at
 
 UNLIMITED = float("inf")  # max_slowdown
@@ -59,10 +61,9 @@ def shifted(x: Tensor, rows: int) -> Tensor:
 
 def overwriting_candidates(function: Function) -> tuple[fx.Graph, list[Candidate]]:
     """The function's graph, and its candidates that overwrite an input."""
-    graph = capture(Lambda(function).eval(), (torch.zeros(1, 64, 16),), {}).graph
-    steps = read_steps(graph, Effects())
+    steps = steps_of(Lambda(function), torch.zeros(1, 64, 16))
     candidates = [c for step in range(len(steps.steps)) for c in candidates_at(steps, step)]
-    return graph, [candidate for candidate in candidates if candidate.overwritten]
+    return steps.graph, [candidate for candidate in candidates if candidate.overwritten]
 
 
 def test_residual_stream_is_not_stored_twice() -> None:
@@ -118,20 +119,14 @@ def test_drawn_models_have_their_outputs_and_the_predicted_peak(
     assert num_overwritten >= 3  # of all drawn models together
 
 
-def attention_of_inner_value(x: Tensor) -> object:
-    return attention(x + 1)
+def of_inner_value(function: Function) -> Function:
+    """The function of a value that the model computes, and not of its input."""
 
+    @wraps(function)
+    def wrapper(x: Tensor) -> object:
+        return function(x + 1)
 
-def mlp_of_inner_value(x: Tensor) -> object:
-    return mlp(x + 1)
-
-
-def convolution_of_inner_value(x: Tensor) -> object:
-    return convolution(x + 1)
-
-
-def wide_convolution_of_inner_value(x: Tensor) -> object:
-    return wide_convolution(x + 1)
+    return wrapper
 
 
 def rows_behind(x: Tensor) -> object:
@@ -163,10 +158,7 @@ def view_and_its_base(x: Tensor) -> object:
 @pytest.mark.parametrize(
     "function",
     [
-        attention_of_inner_value,
-        mlp_of_inner_value,
-        convolution_of_inner_value,
-        wide_convolution_of_inner_value,
+        *map(of_inner_value, (attention, mlp, convolution, wide_convolution)),
         rows_behind,
         mlp_of_reversed_rows,
         transposed_square,
@@ -181,14 +173,11 @@ def test_every_overwriting_candidate_computes_the_models_outputs(function: Funct
     expected = pytree.tree_leaves(function(x))
     graph, candidates = overwriting_candidates(function)
     assert candidates
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
     for candidate in candidates:
         flow, overwritten = candidate.flow, candidate.overwritten
         assert overwritten
-        window = nodes[candidate.lo : candidate.hi + 1]
         for length in {20 * flow.alignment, rows_before(flow, overwritten)} - {0}:
-            region = Region(flow, length, overwritten)
-            outputs = lower(graph, [(window, region)], Effects()).module(x)
+            outputs = lower(graph, [candidate.region(length)], Effects()).module(x)
             torch.testing.assert_close(list(outputs), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -199,12 +188,11 @@ def test_an_input_is_not_overwritten_by_slices_that_read_most_of_it() -> None:
 
 
 def test_rows_that_the_slice_before_last_wrote_are_never_read() -> None:
-    _, candidates = overwriting_candidates(wide_convolution_of_inner_value)
-    flows = [(c.flow, c.overwritten) for c in candidates if c.overwritten]
-    flow, overwritten = max(flows, key=lambda pair: rows_before(*pair))
-    assert rows_before(flow, overwritten) == 6
+    _, candidates = overwriting_candidates(of_inner_value(wide_convolution))
+    candidate = max(candidates, key=lambda c: rows_before(c.flow, c.overwritten))
+    assert rows_before(candidate.flow, candidate.overwritten) == 6
     with pytest.raises(ValueError, match="slices of 5 rows: they read 6 rows before their own"):
-        Region(flow, 5, overwritten)
+        candidate.region(5)
 
 
 def test_a_convolution_is_written_over_its_input() -> None:

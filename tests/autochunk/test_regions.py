@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from tests.autochunk.helpers import ANY_SLOWDOWN, Lambda, measured_peak, relative_error
+from tests.autochunk.helpers import ANY_SLOWDOWN, Lambda, measured_peak, relative_error, steps_of
 from wf_backends.autochunk import ChunkPlan, autochunk
-from wf_backends.autochunk.graph.capture import capture
-from wf_backends.autochunk.graph.memory import Effects, Steps, read_steps
+from wf_backends.autochunk.graph import Steps
 from wf_backends.autochunk.lower import lower
-from wf_backends.autochunk.region import Region
 from wf_backends.autochunk.search import Candidate, candidate_in, candidates_at
 
 
@@ -31,10 +29,6 @@ def checked_plan(model: nn.Module, x: Tensor) -> ChunkPlan:
     assert isinstance(chunked.plan, ChunkPlan) and chunked.plan.regions
     assert chunked.plan.peak == pytest.approx(measured_peak(chunked, {"x": x}), rel=0.05)
     return chunked.plan
-
-
-def steps_of(model: nn.Module, x: Tensor) -> Steps:
-    return read_steps(capture(model.eval(), (x,), {}).graph, Effects())
 
 
 def all_candidates(steps: Steps) -> list[Candidate]:
@@ -123,13 +117,11 @@ def test_every_candidate_computes_the_models_outputs(function: Callable[..., obj
     x = torch.randn(1, 4, 10, 10).double()
     expected = pytree.tree_leaves(function(x))
     steps = steps_of(Lambda(function), x)
-    nodes = [step.node for step in steps.steps]
     candidates = all_candidates(steps)
     assert candidates
     for candidate in candidates:
-        region = Region(candidate.flow, candidate.flow.alignment, candidate.overwritten)
-        window = nodes[candidate.lo : candidate.hi + 1]
-        outputs = lower(steps.graph, [(window, region)], steps.effects).module(x)
+        region = candidate.region(candidate.flow.alignment)
+        outputs = lower(steps.graph, [region], steps.effects).module(x)
         torch.testing.assert_close(list(outputs), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -267,8 +259,8 @@ def test_no_region_reads_a_list_of_tensors() -> None:
     candidates = all_candidates(steps_of(Lambda(gated), torch.randn(1, 32, 8)))
     assert candidates
     for candidate in candidates:
-        flow = Region(candidate.flow, candidate.flow.alignment).flow
-        assert all(isinstance(node.meta["val"], Tensor) for node, _ in flow.inputs), candidate
+        inputs = candidate.flow.inputs
+        assert all(isinstance(node.meta["val"], Tensor) for node, _ in inputs), candidate
 
 
 def test_every_peak_is_lowered_while_live_bytes_grow() -> None:

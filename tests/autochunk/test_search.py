@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.autochunk.helpers import Lambda, attention_and_spectrum, flow_of
+from tests.autochunk.helpers import Lambda, attention_and_spectrum, flow_of, steps_of
 from wf_backends.autochunk.cost import Rates
 from wf_backends.autochunk.graph.capture import capture
-from wf_backends.autochunk.graph.memory import Effects, read_steps
 from wf_backends.autochunk.region import slice_length
 from wf_backends.autochunk.search import candidate_in
 from wf_backends.autochunk.select import Search, Selection
@@ -25,8 +24,7 @@ RATES = Rates(2e-6, 1e11, 2.5e10, 1e10)
 
 
 def search_of(function: Any, x: torch.Tensor) -> Search:
-    graph = capture(Lambda(function).eval(), (x,), {}).graph
-    return Search(read_steps(graph, Effects()), RATES)
+    return Search(steps_of(Lambda(function), x), RATES)
 
 
 def test_no_region_has_more_slices_than_the_peak_needs() -> None:

@@ -28,7 +28,7 @@ from wf_backends.autochunk.graph import (
     register_containers,
 )
 from wf_backends.autochunk.plan import ChunkPlan
-from wf_backends.autochunk.planning import Planned, find_plan, use_plan
+from wf_backends.autochunk.planning import Planned, find_plan
 from wf_backends.autochunk.tiling import TrainingPlan, plan_training, tile_training
 
 SMALL_INPUT_RATIO = 16  # inputs this many times smaller than planned ones run unchunked
@@ -61,8 +61,8 @@ def autochunk(
         plan: a plan made before, for the same model and form of inputs, instead of a search.
 
     Inputs of another form are planned at their first call, within `max_memory` and `max_slowdown`
-    also beside a `plan`. With gradients enabled the model runs
-    unchunked, with a warning: slices save nothing for a backward pass.
+    also beside a `plan`. With gradients enabled the model runs unchunked, with a warning: slices
+    save nothing for a backward pass.
 
     A model in training (`model.training`) is changed and returned itself: its modules are tiled
     with recomputation as a `TrainingPlan` says (see `plan_training`), until `remove()` is called.
@@ -90,7 +90,7 @@ def autochunk(
     signature = inspect.signature(model.forward)  # `generate` reads which arguments it may pass
     chunked.forward.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
     chunked.explain = partial(_explain, chunked)
-    forward.prepare(chunked, *bind(model, args, dict(kwargs or {})))
+    forward.prepare(chunked, *bind(model, args, dict(kwargs or {})), is_first=True)
     return chunked
 
 
@@ -163,8 +163,13 @@ class ChunkedForward:
             refill(container, contents)
         return output
 
-    def prepare(self, chunked: ChunkedModel, args: tuple, kwargs: dict[str, Any]) -> Planned:
-        """Captures and plans the forward for inputs of this form; `args` and `kwargs` are bound."""
+    def prepare(
+        self, chunked: ChunkedModel, args: tuple, kwargs: dict[str, Any], is_first: bool = False
+    ) -> Planned:
+        """Captures and plans the forward for inputs of this form; `args` and `kwargs` are bound.
+
+        `is_first`: they are those given to `autochunk`, for which a plan that was passed was made.
+        """
         model = self._whole(chunked)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         form = _input_form(leaves, spec)
@@ -172,10 +177,9 @@ class ChunkedForward:
             known = self._planned.get(form)  # by another thread, or since torch.compile looked
             if known is not None and known.captured.read_weights() is not None:
                 return known
-            if self._plan is not None and not self._elements:  # the inputs given to `autochunk`
-                planned = use_plan(model, args, kwargs, self._plan)
-            else:
-                planned = find_plan(model, args, kwargs, self._budget, known=self._plan)
+            planned = find_plan(
+                model, args, kwargs, self._budget, None, self._plan, must_be_known=is_first
+            )
             FakeTensorMode.cache_clear()  # torch keeps what it has of every shape of inputs
             self._budget = self._budget.in_bytes(planned.plan.peak_before)
             while len(self._planned) >= MAX_PLANS:
@@ -197,7 +201,7 @@ class ChunkedForward:
                 "or set model.train() before autochunk() for tiles with recomputation"
             )
             return True
-        if _elements(leaves) * SMALL_INPUT_RATIO <= self._elements:
+        if max(1, _elements(leaves)) * SMALL_INPUT_RATIO <= self._elements:
             return True
         unknown = [type(leaf).__name__ for leaf in leaves if not is_supported_input(leaf)]
         if unknown:

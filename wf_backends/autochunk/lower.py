@@ -19,10 +19,9 @@ from wf_backends.autochunk.graph import (
 )
 from wf_backends.autochunk.plan import ChunkedPart
 from wf_backends.autochunk.region import Bodies, ChunkedRegion, Region, region_key
-from wf_backends.autochunk.search import Candidate, candidate_in
+from wf_backends.autochunk.search import candidate_in
 from wf_backends.autochunk.slicing import join_group_norms
 
-Window = Sequence[fx.Node]  # the nodes from a region's first operator to its last
 Profile = tuple[tuple[str, int], ...]  # (module's path, live bytes) at each operator
 
 
@@ -38,7 +37,7 @@ class Lowered:
         return max(live_bytes for _, live_bytes in self.profile)
 
 
-def lower(graph: fx.Graph, windows: Sequence[tuple[Window, Region]], effects: Effects) -> Lowered:
+def lower(graph: fx.Graph, regions: Sequence[Region], effects: Effects) -> Lowered:
     """A copy of the graph with chunk regions. Regions of identical layers share a module."""
     lowered = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -46,14 +45,14 @@ def lower(graph: fx.Graph, windows: Sequence[tuple[Window, Region]], effects: Ef
     modules = {str(node.target): _traceable(node) for node in graph.find_nodes(op="get_attr")}
     bodies = Bodies(effects)
     by_key: dict[str, tuple[ChunkedRegion, Effect]] = {}
-    for window, region in windows:
+    for region in regions:
         key = region_key(region)
         if key not in by_key:
             module = ChunkedRegion(region, bodies)
             by_key[key] = module, _effect(region, module, effects)
-        name = f"chunked_{window[0].name}"
+        name = f"chunked_{region.window[0].name}"
         modules[name], effect = by_key[key]
-        _replace(window, region, copies, name, effect)
+        _replace(region, copies, name, effect)
     join_group_norms(lowered)
     module = fx.GraphModule(modules, lowered)
     steps = read_steps(module.graph, effects)
@@ -68,11 +67,9 @@ def _traceable(node: fx.Node) -> nn.Module:
     return fx.GraphModule(module, module.graph) if isinstance(module, fx.GraphModule) else module
 
 
-def _replace(
-    window: Window, region: Region, copies: dict[fx.Node, fx.Node], name: str, effect: Effect
-) -> None:
+def _replace(region: Region, copies: dict[fx.Node, fx.Node], name: str, effect: Effect) -> None:
     """Replaces a region's operators by one call of its module, behind the nodes that it reads."""
-    flow, first = region.flow, copies[window[0]]
+    flow, first = region.flow, copies[region.window[0]]
     graph = first.graph
     operators = [copies[op.node] for op in flow.operators]
     stack = flow.end.node.meta.get("nn_module_stack")
@@ -87,14 +84,14 @@ def _replace(
             copies[op.node] = output
     for node in reversed(operators):
         graph.erase_node(node)
-    before, _ = flow.others(window)
+    before, _ = flow.others(region.window)
     for node in before:
         for moved in (*(n for n in node.all_input_nodes if n.op == "get_attr"), node):
             call.prepend(copies[moved])
 
 
-def find_region(graph: Steps, part: ChunkedPart) -> tuple[Window, Region]:
-    """The region of a plan's part, and its window: the nodes from `part.first` to `part.last`.
+def find_region(graph: Steps, part: ChunkedPart) -> Region:
+    """The region of a plan's part.
 
     Raises ValueError where the graph has no such region, or it may not overwrite that input.
     """
@@ -110,13 +107,7 @@ def find_region(graph: Steps, part: ChunkedPart) -> tuple[Window, Region]:
     overwritten = candidate.overwritten if part.overwritten else None
     if part.overwritten and (overwritten is None or overwritten.name != part.overwritten):
         raise ValueError(f"{name} may not overwrite {part.overwritten}")
-    return region_of(graph, replace(candidate, overwritten=overwritten), part.length)
-
-
-def region_of(graph: Steps, candidate: Candidate, length: int) -> tuple[Window, Region]:
-    """The region of a candidate in slices of `length` rows, and its window."""
-    window = [step.node for step in graph.steps[candidate.lo : candidate.hi + 1]]
-    return window, Region(candidate.flow, length, candidate.overwritten)
+    return replace(candidate, overwritten=overwritten).region(part.length)
 
 
 def _effect(region: Region, module: ChunkedRegion, effects: Effects) -> Effect:

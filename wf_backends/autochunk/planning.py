@@ -19,7 +19,6 @@ from wf_backends.autochunk.graph import (
     Captured,
     Copied,
     Effects,
-    Steps,
     bind,
     capture,
     checked_budget,
@@ -28,10 +27,9 @@ from wf_backends.autochunk.graph import (
     unchunked_peak,
     with_copies,
 )
-from wf_backends.autochunk.lower import Lowered, Profile, find_region, lower, region_of
+from wf_backends.autochunk.lower import Lowered, Profile, find_region, lower
 from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
-from wf_backends.autochunk.region import slice_length
-from wf_backends.autochunk.search import Candidate
+from wf_backends.autochunk.region import Region, slice_length
 from wf_backends.autochunk.select import Search, Selection
 
 COPIES: tuple[Copied, ...] = ("", "masks", "norms")  # in the order in which they are tried
@@ -40,11 +38,23 @@ BUDGET_SHARES = (1, 0.95, 0.9, 0.8, 0.6, 0)  # to search for, until the built mo
 
 @dataclass(frozen=True)
 class Planned:
-    """The forward for one form of inputs: its graph, its plan, and the module that runs it."""
+    """The forward for one form of inputs: its graph, its plan, and the module that runs it.
+
+    `before` and `after` are the live bytes of activations at each operator with its module's path,
+    of the model without slices and with them, where a chunk region is one operator.
+    """
 
     captured: Captured
     plan: ChunkPlan
     lowered: Lowered
+
+    @cached_property
+    def before(self) -> Profile:
+        return lower(self.captured.graph, (), Effects()).profile
+
+    @property
+    def after(self) -> Profile:
+        return self.lowered.profile if self.plan.regions else self.before
 
 
 def find_plan(
@@ -54,17 +64,25 @@ def find_plan(
     budget: Budget,
     rates: Rates | None = None,
     known: ChunkPlan | None = None,
+    must_be_known: bool = False,
 ) -> Planned:
     """The cheapest plan within the budget; `known`, made before, if it is of the same graph.
 
     The plan has no regions if the model fits without, or if no plan needs less memory than it.
     `rates` are those of the device that runs the plan; None: they are measured on this one.
 
-    Raises ValueError with the closest plan if none fits.
+    Raises ValueError with the closest plan if none fits; with `must_be_known` also if `known` was
+    made for another model or other inputs.
     """
     captured = capture(model, args, kwargs)
     if known is not None and known.fingerprint == captured.fingerprint:
         return _with_plan(captured, known)
+    if known is not None and must_be_known:
+        raise ValueError(
+            f"plan was made for another model (its dtype or attention?) or other inputs (shapes, "
+            f"use_cache?): its graph is {known.fingerprint}, this one {captured.fingerprint}; "
+            f"leave plan out to search again"
+        )
     before = unchunked_peak(model, args, kwargs)
     budget = budget.in_bytes(before)
     rates = rates or measure_rates(*captured.device_and_dtype)
@@ -128,13 +146,12 @@ def _build_plan(
     for share in BUDGET_SHARES if selection.peak <= memory < inf else BUDGET_SHARES[:1]:
         if share < 1:
             selection = search.within_memory(int(share * memory))
-        found = [
-            (candidate, slice_length(candidate.flow, choice.num_slices))
+        regions = [
+            candidate.region(slice_length(candidate.flow, choice.num_slices))
             for choice in selection.choices
             for candidate in search.candidates(choice)
         ]
-        parts = tuple(_part(search.steps, *pair) for pair in found)
-        regions = [region_of(search.steps, *pair) for pair in found]
+        parts = tuple(map(_part, regions))
         lowered = lower(search.steps.graph, regions, search.steps.effects)
         plan = replace(unchunked, regions=parts, peak=lowered.peak, slowdown=selection.slowdown)
         tried.append((replace(plan, copied=search.copied), lowered))
@@ -143,56 +160,36 @@ def _build_plan(
     return min(tried, key=lambda pair: pair[0].peak)
 
 
-def use_plan(model: nn.Module, args: tuple, kwargs: dict[str, Any], plan: ChunkPlan) -> Planned:
-    """The forward with a plan that was made before.
-
-    Raises ValueError if it was made for another model or other inputs, or its regions overlap.
-    """
-    captured = capture(model, args, kwargs)
-    if plan.fingerprint != captured.fingerprint:
-        raise ValueError(
-            f"plan was made for another model (its dtype or attention?) or other inputs (shapes, "
-            f"use_cache?): its graph is {plan.fingerprint}, this one {captured.fingerprint}; leave "
-            f"plan out to search again"
-        )
-    return _with_plan(captured, plan)
-
-
 def _with_plan(captured: Captured, plan: ChunkPlan) -> Planned:
     """The forward with a plan of its graph. `peak` becomes what the regions need: their lengths may
-    have been edited."""
+    have been edited. Raises ValueError if two regions overlap."""
     steps = read_steps(captured.graph, Effects())
     if plan.copied:
         steps = with_copies(steps, plan.copied) or steps
-    lowered = _lower_parts(steps, plan.regions)
+    regions = [find_region(steps, part) for part in plan.regions]
+    windows = (region.window for region in regions)
+    for left, right in pairwise(sorted(windows, key=lambda nodes: steps.position[nodes[0]])):
+        if right[0] in left:
+            raise ValueError(
+                f"the plan's regions {left[0]} to {left[-1]} and {right[0]} to {right[-1]} overlap"
+            )
+    lowered = lower(steps.graph, regions, steps.effects)
     if plan.regions or plan.saved:
         plan = replace(plan, peak=lowered.peak)
     return Planned(captured, plan, lowered)
 
 
-def _lower_parts(steps: Steps, parts: tuple[ChunkedPart, ...]) -> Lowered:
-    """The graph with these regions; ValueError if two of them overlap."""
-    regions = [find_region(steps, part) for part in parts]
-    windows = sorted((nodes for nodes, _ in regions), key=lambda nodes: steps.position[nodes[0]])
-    for left, right in pairwise(windows):
-        if right[0] in left:
-            raise ValueError(
-                f"the plan's regions {left[0]} to {left[-1]} and {right[0]} to {right[-1]} overlap"
-            )
-    return lower(steps.graph, regions, steps.effects)
-
-
-def _part(steps: Steps, candidate: Candidate, length: int) -> ChunkedPart:
-    flow = candidate.flow
+def _part(region: Region) -> ChunkedPart:
+    flow = region.flow
     return ChunkedPart(
-        first=steps.steps[candidate.lo].node.name,
-        last=steps.steps[candidate.hi].node.name,
+        first=region.window[0].name,
+        last=region.window[-1].name,
         dim=flow.end.dim,
-        length=length,
+        length=region.length,
         rows=flow.rows,
         operators=len(flow.operators),
         where=_common_module([op.node for op in flow.operators]),
-        overwritten=candidate.overwritten.name if candidate.overwritten else "",
+        overwritten=region.overwritten.name if region.overwritten else "",
     )
 
 
@@ -225,18 +222,7 @@ def _check_fits(plan: ChunkPlan, budget: Budget) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Profiles(Planned):
-    """A plan, and the live bytes of activations at each operator with its module's path: `before`
-    of the model without slices, `after` with them, where a chunk region is one operator."""
-
-    @cached_property
-    def before(self) -> Profile:
-        return lower(self.captured.graph, (), Effects()).profile
-
-    @property
-    def after(self) -> Profile:
-        return self.lowered.profile if self.plan.regions else self.before
+Profiles = Planned  # the public name
 
 
 def memory_profiles(
@@ -252,8 +238,7 @@ def memory_profiles(
     """
     budget = checked_budget(max_memory, max_slowdown)
     register_containers()
-    planned = find_plan(model, *bind(model, (), dict(kwargs)), budget, rates)
-    return Profiles(planned.captured, planned.plan, planned.lowered)
+    return find_plan(model, *bind(model, (), dict(kwargs)), budget, rates)
 
 
 def longest(fits: Callable[[int], bool], step: int, known: int = 0, within: float = 0.02) -> int:

@@ -29,15 +29,17 @@ Write = tuple[torch.Tensor, Cut, torch.Tensor]  # of a slice to rows of an outpu
 class Region:
     """A flow in slices of `length` rows of its end (the last slice may be shorter).
 
+    `window` are the graph's nodes from the first operator to the last, also those outside the flow.
     The end's output is written to the memory of `overwritten`, an input (None: to its own memory).
 
     Raises ValueError if `length` is no multiple of the flow's alignment, or if a slice reads rows
     of `overwritten` that were written before the slice in front of it was.
     """
 
+    window: Sequence[fx.Node]
     flow: Flow
     length: int
-    overwritten: fx.Node | None = None
+    overwritten: fx.Node | None
 
     def __post_init__(self) -> None:
         if self.length < 1 or self.length % self.flow.alignment:
@@ -52,11 +54,13 @@ class Region:
     @property
     def rows_before(self) -> int:
         """How many rows of `overwritten` a slice reads that the slice in front of it writes."""
-        return rows_before(self.flow, self.overwritten) if self.overwritten else 0
+        return rows_before(self.flow, self.overwritten)
 
 
-def rows_before(flow: Flow, node: fx.Node) -> int:
-    """How many rows of an input a slice reads before those that it computes: a halo."""
+def rows_before(flow: Flow, node: fx.Node | None) -> int:
+    """How many rows of an input (None: 0) a slice reads before those that it computes: a halo."""
+    if node is None:
+        return 0
     _, rows = flow.halves
     first, _ = rows[flow.end.value]
     reads = (

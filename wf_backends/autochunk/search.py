@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from wf_backends.autochunk.graph import GraphStep, Steps, layout, nbytes, profile
-from wf_backends.autochunk.region import covered_rows, rows_before, slice_length
+from wf_backends.autochunk.region import Region, covered_rows, rows_before, slice_length
 from wf_backends.autochunk.slicing import Flow, trace, view_base
 
 MAX_REACH = 160  # operators of a region on each side of the peak
@@ -37,6 +37,7 @@ class Candidate:
 
     lo: int
     hi: int
+    window: Sequence[fx.Node]  # the nodes of these steps
     flow: Flow
     fixed_bytes: int  # live while the region runs: inputs, outputs, and values of other steps
     sliced_bytes: int  # of the flow's inner values, if it is not sliced
@@ -47,12 +48,16 @@ class Candidate:
 
     @property
     def num_steps(self) -> int:
-        return self.hi - self.lo + 1
+        return len(self.window)
 
     @cached_property
     def max_slices(self) -> int:
-        halo = rows_before(self.flow, self.overwritten) if self.overwritten else 0
+        halo = rows_before(self.flow, self.overwritten)
         return min(MAX_SLICES, self.flow.rows // max(self.flow.alignment, halo))
+
+    def region(self, length: int) -> Region:
+        """The region in slices of `length` rows."""
+        return Region(self.window, self.flow, length, self.overwritten)
 
     def peak(self, num_slices: int) -> int:
         """The bytes that the steps need with so many slices."""
@@ -112,8 +117,9 @@ def _ends(live: dict[int, int]) -> list[int]:
 
 def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     """The candidate of a flow within steps [lo, hi]; None if it cannot be a region."""
-    window = graph.steps[lo : hi + 1]
-    inner = [step for step in window if step.node in flow.members]
+    steps = graph.steps[lo : hi + 1]
+    window = [step.node for step in steps]
+    inner = [step for step in steps if step.node in flow.members]
     allocated = {storage for step in inner for storage in step.allocates}
     outputs = Counter[int]()  # bytes that are read outside the flow, by storage
     for op in flow.outputs:
@@ -123,12 +129,12 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
         and flow.end.node.users
         and allocated.issuperset(outputs)
         and _computes_all_rows(flow)
-        and not any(_is_random(step.node) for step in window)
+        and not any(map(_is_random, window))
         and _preserves_writes(graph, lo, hi, flow, allocated)
         and _preserves_strides(graph, flow)
     ):
         return None
-    before, after = flow.others([step.node for step in window])
+    before, after = flow.others(window)
     overwritten = _input_to_overwrite(graph, flow, hi, after)
     allocates = dict(outputs)
     if overwritten is not None:
@@ -137,7 +143,7 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     order = [graph.steps[graph.position[node]] for node in (*before, *after)]
     order.insert(len(before), GraphStep(flow.end.node, reads, allocates))
     reused = graph.storages[overwritten] if overwritten else ()
-    touched = {s for step in window for s in (*step.reads, *step.allocates)}
+    touched = {s for step in steps for s in (*step.reads, *step.allocates)}
     kept = {s for s in touched if s in reused or graph.last_use.get(s, 0) > hi}
     peaks = profile(order, kept, graph.storage_bytes, graph.live[lo])
     fixed_bytes = peaks[len(before)]
@@ -145,10 +151,10 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     outside_peak = max(peaks)
     outside_peak_step = graph.position[order[peaks.index(outside_peak)].node]
     sliced_bytes = max(profile(inner, outputs))
-    if overwritten and rows_before(flow, overwritten):  # one more slice of the end is live
+    if rows_before(flow, overwritten):  # one more slice of the end is live
         sliced_bytes += graph.storage_bytes[graph.storages[flow.end.node][0]]
     sizes = fixed_bytes, sliced_bytes, outputs.total(), outside_peak
-    return Candidate(lo, hi, flow, *sizes, outside_peak_step, overwritten)
+    return Candidate(lo, hi, window, flow, *sizes, outside_peak_step, overwritten)
 
 
 def _computes_all_rows(flow: Flow) -> bool:

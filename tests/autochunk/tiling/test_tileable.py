@@ -65,6 +65,14 @@ def test_module_that_computes_rows_separately_may_be_tiled(function: Function) -
     assert (candidate.reason, candidate.dim, candidate.rows) == ("", 1, ROWS)
 
 
+def test_bytes_inside_a_module_count_its_group_norms() -> None:
+    def normed_mlp(x: Tensor, weight: Tensor) -> Tensor:
+        return F.group_norm(x @ weight, 1) @ weight.T
+
+    hidden_bytes = 2 * ROWS * 4 * WIDTH * 4
+    assert candidate_of(FunctionOfWeight(normed_mlp)).inner_bytes >= 2 * hidden_bytes
+
+
 def mean_over_rows(x: Tensor, weight: Tensor) -> Tensor:
     return (x @ weight) - (x @ weight).mean((0, 1), keepdim=True)
 

@@ -98,6 +98,24 @@ def test_several_inputs_and_outputs() -> None:
     assert torch.equal(out["best"], expected["best"]) and out["name"] == "mixed"
 
 
+class ComplexOutput(nn.Module):
+    """As a rotary embedding that multiplies complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_complex(self.linear(x).unflatten(-1, (-1, 2)))
+
+
+def test_complex_output_has_its_gradients() -> None:
+    model, x = nn.Sequential(ComplexOutput()).double(), torch.randn(ROWS, WIDTH).double()
+    expected = gradients(model, lambda m: m(x).abs().sum())
+    with tile_modules(model, [Tiles("0", 0, 3)]):
+        assert_close(gradients(model, lambda m: m(x).abs().sum()), expected)
+
+
 def test_frozen_and_tied_parameters_and_unused_outputs() -> None:
     model = nn.Sequential(ManyArguments(), GatedMlp()).double()
     model[1].up.weight = model[1].gate.weight

@@ -74,6 +74,19 @@ def test_mlps_of_frozen_weights_are_tiled() -> None:
     assert planned_modules(plan_of(model, max_slowdown=1.0)) == ["head", "mlp.0", "mlp.1"]
 
 
+def test_model_that_cannot_be_trained_is_refused_with_the_reason() -> None:
+    class InferenceOnly(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                raise NotImplementedError("no backward")
+            return super().forward(x)
+
+    model = build_decoder()
+    model.mlp[0] = InferenceOnly()
+    with pytest.raises(ValueError, match="Decoder cannot be trained on fake tensors: no backward"):
+        plan_of(model)
+
+
 def test_planning_leaves_the_model_untiled() -> None:
     model = build_decoder()
     assert plan_of(model, max_slowdown=1.0).tiles

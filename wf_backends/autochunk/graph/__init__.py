@@ -7,19 +7,17 @@
 from wf_backends.autochunk.graph.budget import Budget, checked_budget
 from wf_backends.autochunk.graph.capture import (
     Captured,
-    CaptureError,
     Weight,
     capture,
     layout,
     module_path,
     nbytes,
-    no_log,
     operator_name,
-    reason,
     tensors,
 )
 from wf_backends.autochunk.graph.copies import Copied, with_copies
-from wf_backends.autochunk.graph.experts import experts_as_operators
+from wf_backends.autochunk.graph.errors import CaptureError, as_capture_errors, no_log
+from wf_backends.autochunk.graph.experts import Experts, experts_as_operators
 from wf_backends.autochunk.graph.inputs import (
     bind,
     containers,
@@ -53,11 +51,13 @@ __all__ = [
     "Copied",
     "Effect",
     "Effects",
+    "Experts",
     "GraphStep",
     "Steps",
     "StorageTracker",
     "Weight",
     "arguments",
+    "as_capture_errors",
     "bind",
     "capture",
     "checked_budget",
@@ -75,7 +75,6 @@ __all__ = [
     "planning_lock",
     "profile",
     "read_steps",
-    "reason",
     "refill",
     "register_containers",
     "submodule",

@@ -9,15 +9,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import io
-import logging
 import re
-import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -31,6 +24,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.overrides import has_torch_function
 from torch.utils import _pytree as pytree
 
+from wf_backends.autochunk.graph.errors import CaptureError, as_capture_errors, no_log
 from wf_backends.autochunk.graph.experts import experts_as_operators, insert_experts
 from wf_backends.autochunk.graph.inputs import (
     CONSTANTS,
@@ -46,11 +40,6 @@ from wf_backends.autochunk.slicing import changed, split_group_norms
 aten = torch.ops.aten
 _BY_SHAPE = {aten.view_as.default: aten.view.default, aten.reshape_as.default: aten.reshape.default}
 _NOT_HASHED = re.compile(r"device\(type='\w+'(, index=\d+)?\)|\b[bc]_")  # [bc]_: buffer or constant
-NOT_MODELS = {"torch", "sympy", "wf_backends"} | sys.stdlib_module_names  # packages
-
-
-class CaptureError(ValueError):
-    """A model that `torch.export` cannot capture; says why and, where known, in which module."""
 
 
 @dataclass(frozen=True)
@@ -105,15 +94,13 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     if the model's code depends on the values of tensors, or changes its own buffers (which in
     training it may).
     """
-    try:
+    with as_capture_errors(model, "be captured"):
         refuse_hooks(model)
         leaves, spec = pytree.tree_flatten(separated_from_weights(model, args, kwargs))
         exported = _model_of_leaves(model, leaves, spec)
         inputs = tuple(None if isinstance(leaf, CONSTANTS) else leaf for leaf in leaves)
         with restored_attributes(model), experts_as_operators(model) as experts:
             program = _export_as_eager(exported, inputs)
-    except Exception as error:  # torch.export raises every kind of error for what it cannot trace
-        raise CaptureError(reason(model, error)) from error
     graph = program.graph
     _refuse_values_and_writes(graph, model, args, kwargs)
     specs = (s for s in program.graph_signature.input_specs if s.kind is not InputKind.USER_INPUT)
@@ -190,18 +177,6 @@ def _export_as_eager(model: nn.Module, args: tuple) -> Any:
             return torch.export.export(model, args, strict=False)
 
 
-@contextmanager
-def no_log() -> Iterator[None]:
-    """Keeps torch from printing why a trace or a run on fake tensors fails; the error says it."""
-    disabled_level = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.disable(disabled_level)
-
-
 def _fingerprint(graph: fx.Graph) -> str:
     """A digest of operators and shapes: equal for the same model and input shapes on any device."""
     lines = []
@@ -272,23 +247,3 @@ def _simplify(graph: fx.Graph) -> None:
             node.args = node.args[0], list(node.meta["val"].shape)
     split_group_norms(graph)
     graph.eliminate_dead_code()
-
-
-def reason(model: nn.Module, error: Exception, what: str = "be captured") -> str:
-    """Why a model cannot do `what`: the first line of an error, and where in the model's code."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
-    places = [line for line in lines if line.startswith("File ") or "model code" in line]
-    where = places[0] if places else _line_of_model(error)
-    return f"{type(model).__name__} cannot {what}: {first} {where}".rstrip()
-
-
-def _line_of_model(error: Exception) -> str:
-    """The last line of the error's traceback that is in none of the `NOT_MODELS`."""
-    frames = traceback.walk_tb(error.__traceback__)
-    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
-    places = zip(packages, traceback.extract_tb(error.__traceback__), strict=True)
-    for package, place in reversed(list(places)):
-        if package not in NOT_MODELS and Path(place.filename).exists():
-            return f'File "{place.filename}", line {place.lineno}, in {place.name}: {place.line}'
-    return ""

@@ -1,5 +1,7 @@
 """A layer's experts as one operator of the graph.
 
+    y_t = sum of w_te f_e(x_t) over the experts e of token t
+
 Experts are recognized by the mark of transformers 5 (`use_experts_implementation` gives the class
 the attribute `MARK`), and by the arguments of their forward (`ARGUMENTS`): tokens x hidden,
 tokens x k, tokens x k. Each token's result depends on that token alone, in every implementation.
@@ -11,20 +13,61 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
 
 from wf_backends.autochunk.graph.inputs import named_weights
-from wf_backends.autochunk.slicing import Experts
+from wf_backends.autochunk.slicing import Call, Reads, Rows, Rule
 
 MARK = "_apply_gate"
 ARGUMENTS = (
     ("hidden_states", "top_k_index", "top_k_weights"),
     ("hidden_states", "router_indices", "routing_weights"),  # gpt-oss
 )
+
+
+def experts_reads(call: Call, dim: int) -> Reads | None:
+    """Sliced along tokens, where all three inputs are matrices with a row for each token."""
+    sizes = {name: call.size(name) for name in call.tensors()}
+    flat = all(len(size) == 2 and size[0] == call.shape[0] for size in sizes.values())
+    return dict.fromkeys(sizes, Rows(0)) if flat and dim == 0 else None
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """A module that computes a layer's experts, as a function that gets its parameters as inputs.
+
+    Identical layers of a graph share one instance; `number` distinguishes the instances. `weights`
+    are the names of the module's parameters and buffers.
+    """
+
+    module: nn.Module
+    weights: tuple[str, ...]
+    number: int
+    rule: ClassVar = Rule(experts_reads)
+
+    @property
+    def __name__(self) -> str:
+        return f"experts_{self.number}"
+
+    def __str__(self) -> str:
+        return self.__name__
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        weights: Sequence[Tensor],
+    ) -> Tensor:
+        """(tokens, hidden), of inputs of shapes (tokens, hidden), (tokens, k) and (tokens, k)."""
+        parameters = dict(zip(self.weights, weights, strict=True))
+        inputs = hidden_states, top_k_index, top_k_weights
+        return torch.func.functional_call(self.module, parameters, inputs, tie_weights=False)
 
 
 @torch.library.custom_op("wallfacer::experts", mutates_args=())

@@ -6,6 +6,7 @@ another graph; `flow` finds the operators of a graph that are sliced together. `
 group norms into two passes, so that their space dimensions can be sliced.
 """
 
+from wf_backends.autochunk.slicing.call import Call, Reads, Rows, Rule
 from wf_backends.autochunk.slicing.flow import (
     Flow,
     RowsByValue,
@@ -25,13 +26,15 @@ from wf_backends.autochunk.slicing.rules import (
     writes,
     written,
 )
-from wf_backends.autochunk.slicing.rules_experts import Experts
 from wf_backends.autochunk.slicing.rules_products import is_interleaved
 
 __all__ = [
-    "Experts",
+    "Call",
     "Flow",
+    "Reads",
+    "Rows",
     "RowsByValue",
+    "Rule",
     "SlicedOperator",
     "Source",
     "Value",

@@ -17,7 +17,7 @@ from functools import cached_property
 
 from torch import fx
 
-from wf_backends.autochunk.slicing.rules import Source, Value, alignment, sources
+from wf_backends.autochunk.slicing.rules import Source, Value, alignment
 
 RowsByValue = dict[Value, tuple[int, int]]  # rows [lo, hi) of each value that a slice needs
 
@@ -108,10 +108,10 @@ class Flow:
 def trace(
     window: Sequence[fx.Node],
     dim: int,
-    find_sources: Callable[[fx.Node, int], tuple[Source, ...] | None] = sources,
+    find_sources: Callable[[fx.Node, int], tuple[Source, ...] | None],
 ) -> Flow | None:
     """The flow within `window` that ends at its last node, sliced along `dim`; None if there is no
-    such flow."""
+    such flow. `find_sources` is `sources`, or the same from a cache."""
     # How the operators so far need each node sliced: dimension and scale; None: needed whole.
     needs: dict[fx.Node, tuple[int, Fraction] | None] = {window[-1]: (dim, Fraction(1))}
     operators: list[SlicedOperator] = []

@@ -37,7 +37,6 @@ from wf_backends.autochunk.slicing.call import (
     by_name,
     shape_of,
 )
-from wf_backends.autochunk.slicing.rules_experts import EXPERTS, Experts
 
 TABLE: Table = {
     **group_norm.TABLE,
@@ -126,11 +125,12 @@ def emit(
 
 @cache
 def rule_of(target: object) -> Rule | None:
-    """The rule of an operator; an in-place operator has the rule of its out-of-place variant."""
-    if isinstance(target, Experts):
-        return EXPERTS
+    """The rule of an operator; an in-place operator has the rule of its out-of-place variant.
+
+    A callable that is no operator of torch may have its own, in the attribute `rule`.
+    """
     if not isinstance(target, OpOverload):
-        return TABLE.get(target) if callable(target) else None
+        return TABLE.get(target, getattr(target, "rule", None)) if callable(target) else None
     if torch.Tag.inplace_view in target.tags or written_names(target) not in ([], ["self"]):
         return None
     if torch.Tag.pointwise in target.tags:

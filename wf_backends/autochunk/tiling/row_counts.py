@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wf_backends.autochunk.graph import (
     CaptureError,
+    as_capture_errors,
     experts_as_operators,
     fake_run,
     named_weights,
-    reason,
 )
 from wf_backends.autochunk.tiling.tiled_call import CallInTiles, Original, TiledCall
 from wf_backends.autochunk.tiling.tiles import Tiles
@@ -59,13 +59,9 @@ def refuse_row_counts(
                 compare = partial(_compare, TiledCall(Original(module), spec.dim, spec.tiles))
                 hook = module.register_forward_pre_hook(compare, with_kwargs=True)
                 stack.callback(hook.remove)
-        try:
-            with torch.no_grad(), fake_run(model, mode, ()):
-                functional_call(model, buffers, args, dict(kwargs), tie_weights=False)
-        except CaptureError:
-            raise
-        except Exception as error:  # a module may raise any where it gets only some rows
-            raise CaptureError(reason(model, error, "run on fake tensors")) from error
+        stack.enter_context(as_capture_errors(model, "run on fake tensors"))
+        with torch.no_grad(), fake_run(model, mode, ()):
+            functional_call(model, buffers, args, dict(kwargs), tie_weights=False)
 
 
 def _compare(

@@ -14,9 +14,18 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._ops import HigherOrderOperator
 
-from wf_backends.autochunk.graph import Captured, Effects, Weight, nbytes, tensors
-from wf_backends.autochunk.slicing import Experts, changed, sources
+from wf_backends.autochunk.graph import (
+    Captured,
+    Effects,
+    Experts,
+    Weight,
+    module_path,
+    nbytes,
+    tensors,
+)
+from wf_backends.autochunk.slicing import changed, sources, view_base
 from wf_backends.autochunk.tiling.tiled_loss import CAUSAL_LM_LOSS, loss_name
 
 aten = torch.ops.aten
@@ -100,16 +109,14 @@ def _candidate(
     weights: Mapping[fx.Node, Weight],
     effects: Effects,
 ) -> Candidate:
-    inside, reads = set(nodes), dict[fx.Node, None]()
-    for node in nodes:
-        reads |= dict.fromkeys(n for n in node.all_input_nodes if n not in inside)
+    inside = set(nodes)
+    reads = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
     inputs = [n for n in reads if n not in weights]
-    results = [n for n in nodes if any(user not in inside for user in n.users)]
-    candidate = Candidate(path, type(module).__name__, tuple(nodes))
+    results = [n for n in nodes if not inside.issuperset(n.users)]
+    inner_bytes = sum(nbytes(n) for n in nodes if not _is_view(n) and n not in results)
+    inner_bytes += sum(effects.of(n).temporary for n in nodes if _is_experts(n))
+    candidate = Candidate(path, type(module).__name__, tuple(nodes), inner_bytes)
     try:
-        inner_bytes = sum(nbytes(n) for n in nodes if not _is_view(n) and n not in results)
-        inner_bytes += sum(effects.of(n).temporary for n in nodes if _is_experts(n))
-        candidate = replace(candidate, inner_bytes=inner_bytes)
         if not changed(nodes).isdisjoint(weights):
             raise _NotTileableError("changes its buffers")
         _refuse_foreign_weights(module, [weights[n] for n in reads if n in weights])
@@ -221,9 +228,9 @@ def _is_experts(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether the operator returns its input, or a view of it, where it can."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is None or any(returned.alias_info for returned in schema.returns)
+    """Whether the operator returns its input, or a view of it, where it can; also a graph within
+    the graph, whose results are read one by one."""
+    return view_base(node) is not None or isinstance(node.target, HigherOrderOperator)
 
 
 def head_candidate(captured: Captured, model: nn.Module) -> Candidate | None:
@@ -238,8 +245,7 @@ def head_candidate(captured: Captured, model: nn.Module) -> Candidate | None:
     while getattr(chain[-1].target, "overloadpacket", None) in PASS_THROUGH:
         chain.append(chain[-1].all_input_nodes[0])
     head = chain[-1]
-    stack = list((head.meta.get("nn_module_stack") or {}).values())
-    path = _names(model)[stack[-1][0].partition("@")[0] if stack else ""]
+    path = _names(model)[module_path(head).partition("@")[0]]
     class_name = type(model.get_submodule(path)).__name__
     candidate = Candidate(path, class_name, (head,), dim=1, loss=True)
     try:

@@ -25,7 +25,6 @@ from wf_backends._compile import eager
 from wf_backends.autochunk.graph import in_fake_run
 from wf_backends.runtime import first_order_only
 
-HALF = (torch.float16, torch.bfloat16)
 MakeContext = Callable[[], AbstractContextManager[Any]]
 _TENSOR = object()  # in the place of a tensor among the leaves of a call
 
@@ -202,7 +201,8 @@ class _Tiled(torch.autograd.Function):
                 results = [x.new_empty(shape) for x, shape in zip(parts, shapes, strict=True)]
             for result, part in zip(results, parts, strict=True):
                 result.narrow(dim, first, rows).copy_(part)
-        ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
+        without_grads = (x for x in results if not (x.is_floating_point() or x.is_complex()))
+        ctx.mark_non_differentiable(*without_grads)
         return tuple(results)
 
     @staticmethod
@@ -250,7 +250,7 @@ class _Gradient:
         if self._total is not None:
             self._total += grad
         else:  # a sum over many tiles in 16 bits would drift
-            self._total = grad.float() if grad.dtype in HALF else grad
+            self._total = grad.to(torch.promote_types(grad.dtype, torch.float32))
 
     def total(self) -> Tensor | None:
         return None if self._total is None else self._total.to(self._dtype)

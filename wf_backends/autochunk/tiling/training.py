@@ -191,8 +191,8 @@ class _Search:
                 self._costs[c.module] += cost
 
     def peak(self, tiles: Sequence[Tiles]) -> int:
-        """The peak bytes of a step with these tiles; a CaptureError or NotImplementedError if a
-        module cannot be computed in them."""
+        """The peak bytes of a step with these tiles; a CaptureError if a module cannot be computed
+        in them."""
         refuse_row_counts(self.model, set(tiles) - self._compared, self.args, self.kwargs)
         self._compared.update(tiles)
         with install(self.model, tiles):
@@ -214,7 +214,7 @@ class _Search:
         tiles = (*plan.tiles, *added.values())
         try:
             peak = self.peak(tiles)
-        except (CaptureError, NotImplementedError) as error:  # e.g. an argument counts the rows
+        except CaptureError as error:  # e.g. an argument counts the rows
             reason = f"no tiles: {str(error).partition(': ')[2]}"
             return replace(plan, refused=(*plan.refused, (group[0].class_name, reason)))
         if peak >= plan.peak:
@@ -231,7 +231,7 @@ class _Search:
             return None
         try:
             peak = self.peak(tiles)
-        except (CaptureError, NotImplementedError):
+        except CaptureError:
             return None
         return replace(plan, tiles=tiles, peak=peak) if peak < 0.99 * plan.peak else None
 

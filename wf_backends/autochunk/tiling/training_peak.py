@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from wf_backends.autochunk.graph import CaptureError, fake_run, named_weights, reason
+from wf_backends.autochunk.graph import as_capture_errors, fake_run, named_weights
 
 
 def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -30,13 +30,9 @@ def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     grads = [w.grad for w in weights.values() if w.grad is not None]
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     known = *weights.values(), *grads, *inputs
-    try:
+    with as_capture_errors(model, "be trained on fake tensors"):
         with torch.enable_grad(), fake_run(model, mode, known) as tracker:
             functional_call(_Step(model), weights, args, kwargs, tie_weights=False)
-    except NotImplementedError:  # raised by tiled modules
-        raise
-    except Exception as error:  # a module may raise any where it gets only some rows
-        raise CaptureError(reason(model, error, "be trained on fake tensors")) from error
     return tracker.peak
 
 
