@@ -112,6 +112,17 @@ def test_a_circle_that_ends_after_6_seconds_is_left_alone(clock: Clock) -> None:
     assert verdicts_after(ranks, clock, 6) == [None, None]
 
 
+def test_the_note_of_a_wait_that_has_ended_is_taken_down(clock: Clock) -> None:
+    """The error of a peer, long afterwards, said that this rank was in that wait."""
+    board = Board(HashStore())
+    rank = WaitingRank(1, A, 0, board)
+    verdicts_after([rank], clock, 4)
+    assert board.read("wait", 1)["peer"] == 0
+    rank.waits = None
+    verdicts_after([rank], clock, 1)
+    assert board.read("wait", 1) is None
+
+
 def note(in_pass: Pass, peer: int) -> dict[str, Any]:
     return note_of(Wait(in_pass, "step 0", "message from", peer, 0.0), RANKS)
 

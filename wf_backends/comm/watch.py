@@ -75,6 +75,11 @@ class Watch(Thread):
         """The verdict on a wait that will never end; None for any other wait."""
         if wait is None or time.monotonic() - wait.since < LONG_WAIT_S:
             self._circles.clear()
+            if (
+                self._wait is not None
+            ):  # it has ended: an error must not say that this rank is in it
+                self._wait = None
+                self._board.write("wait", self._global_rank, None)
             return None
         self._num_looks = self._num_looks + 1 if wait is self._wait else 1
         self._wait = wait
