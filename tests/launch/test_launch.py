@@ -257,6 +257,14 @@ def test_a_second_process_of_a_rank_is_refused_before_and_after_the_ranks_have_m
     assert any(error.startswith(message) for error in errors), errors
 
 
+def test_one_rank_of_mpirun_needs_no_mpi4py(set_environ, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    set_environ(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1")
+    job = launch.init(timeout=5)
+    job.close()
+    assert (job.launcher, job.world_size) == ("openmpi", 1)
+
+
 def test_a_process_without_a_launcher_is_a_job_of_one_rank(set_environ):
     set_environ()
     before = dict(os.environ)

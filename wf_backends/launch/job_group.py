@@ -202,7 +202,8 @@ def _mpi_world(process: JobProcess, timeout: float) -> Any:
     MPI_Init waits for all ranks, with no end and with Python's lock: after the timeout a traceback
     is written and the process ends.
     """
-    if process.launcher not in MPI_LAUNCHERS or process.address is not None:
+    is_known = process.address is not None or process.world_size == 1
+    if process.launcher not in MPI_LAUNCHERS or is_known:
         return None
     faulthandler.dump_traceback_later(timeout, exit=True, file=STDERR)
     try:
