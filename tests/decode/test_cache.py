@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ def test_new_tokens_get_the_attention_of_one_device(
         assert (out - expected(options)[:, PROMPT:]).abs().max() < TOLERANCE
 
 
-def decode_padded(comm: Communicator, starts: tuple[int, int]) -> Tensor:
+def decode_padded(comm: Communicator, starts: Sequence[int]) -> Tensor:
     sp, (q, k, v) = make_sp(comm), draw()
     cache, new = filled(sp, q, k, v, (15, -1)), slice(PROMPT, PROMPT + 2)
     return cache.attention(q[:, new], k[:, new], v[:, new], starts=starts)
@@ -166,6 +167,26 @@ def refused(comm: Communicator, case: str) -> str:
 )
 def test_wrong_calls_are_refused_on_every_rank(case: str, message: str):
     assert all(message in text for text in run_threads(2, refused, case))
+
+
+@pytest.mark.parametrize("starts", ([9], [0, 9, 9], [0, -1], [0, PROMPT + 2]))
+def test_starts_that_are_no_token_of_each_sample_are_refused(starts: list[int]):
+    """A sample without a start got zeros."""
+    for text in run_threads(2, refused_starts, starts):
+        assert f"for each of the 2 samples, got {starts}" in text
+
+
+def refused_starts(comm: Communicator, starts: list[int]) -> str:
+    with pytest.raises(ValueError) as error:
+        decode_padded(comm, starts)
+    return str(error.value)
+
+
+def test_starts_that_differ_between_ranks_are_refused():
+    def rank(comm: Communicator) -> str:
+        return refused_starts(comm, [0, comm.rank])
+
+    assert all("options" in text for text in run_threads(2, rank))
 
 
 def test_layouts_that_follow_from_documents_are_refused():

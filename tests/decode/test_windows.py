@@ -117,6 +117,13 @@ def test_more_tokens_than_the_slack_are_not_taken_back():
         assert f"leaves {PROMPT - SLACK} tokens at least" in text and "slack=" in text
 
 
+def test_fewer_tokens_than_none_are_refused():
+    cache = filled(World(1).comm(0))
+    with pytest.raises(ValueError, match="crop.-1.: give the number of tokens to keep"):
+        cache.crop(-1)
+    assert cache.length == PROMPT
+
+
 def test_an_emptied_cache_takes_another_prompt():
     def again(comm: Communicator) -> Tensor:
         cache = filled(comm)

@@ -40,7 +40,6 @@ from wf_backends.schedule import (
     size,
 )
 
-LABEL = "decode"  # of the messages that merge results, in reports and errors
 SLACK = 128
 """Tokens that `crop` can take back where keys are dropped. Drafts of speculative decoding, which it
 takes back, have 10 to 20."""
@@ -134,7 +133,7 @@ class KeyValueCache(Shared):
             q: (b, n, h, d), k: (b, n, g, d), v: (b, n, g, e), the same on every rank.
             softmax_scale, softcap, alibi_slopes, sinks: as in `sp.attention`.
             starts: for each sample the first token that is seen, where samples have padding on
-                their left; None = 0 for all.
+                their left, the same on every rank; None = 0 for all.
 
         Returns:
             (b, n, h, e), q's dtype, the same on every rank.
@@ -148,10 +147,11 @@ class KeyValueCache(Shared):
             softmax = make_softmax(q, softmax_scale, softcap, alibi_slopes, sinks)
             self._check_fit(k, v)
             stop = self.length + q.shape[1]
-            masks = _masks(self._mask, starts or (), stop)
+            starts = [*(starts or [0] * len(q))]
+            masks = _masks(self._mask, starts, len(q), stop)
         compared = {
             "shapes of new tokens": fingerprint((q.shape, k.shape, v.shape, q.dtype)),
-            "options": fingerprint((softmax.options, self.window_size)),
+            "options": fingerprint((softmax.options, self.window_size, starts)),
         }
         if compared != self._compared:  # an exchange takes as long as the merge
             self._consistency.check(compared, {}, q)
@@ -159,7 +159,8 @@ class KeyValueCache(Shared):
         rows = ((self.length, stop),)
         self._append(k, v)
         kernel = _kernel(self._sp.config.kernel, softmax.scores, q, k, v)
-        out, lse = self._over_own_keys(kernel, softmax.scores, rows, masks, q, v)
+        tiles = ForwardTiles(kernel, softmax.scores, q.shape[-1])
+        out, lse = self._over_own_keys(tiles, rows, masks, q, v)
         self._drop_unseen()
         out, lse = merged(self._sp.comm, out, lse)
         if sinks is not None:
@@ -187,6 +188,8 @@ class KeyValueCache(Shared):
 
     def check_crop(self, length: int) -> None:
         """Raise a ValueError if a token after the first `length` sees keys that were dropped."""
+        if length < 0:
+            raise ValueError(f"crop({length}): give the number of tokens to keep, at least 0")
         least = self.first + self._mask.band.left
         if self.first and 0 < length < least:
             raise ValueError(
@@ -228,18 +231,16 @@ class KeyValueCache(Shared):
         sizes = [size(ranges) for ranges in self._layout]
         if sizes[self._owner] >= min(sizes) + BLOCK:
             self._owner = sizes.index(min(sizes))
-        owner = self._owner
-        new_range = (self.length, self.length + k.shape[1])
-        self._layout[owner] = join((*self._layout[owner], new_range))
-        self.length = new_range[1]
-        if owner == self._sp.rank:
+        stop = self.length + k.shape[1]
+        self._layout[self._owner] = join((*self._layout[self._owner], (self.length, stop)))
+        self.length = stop
+        if self._owner == self._sp.rank:
             assert self._kv is not None
             self._kv = torch.cat((self._kv, fuse(k, v)))
 
     def _over_own_keys(
         self,
-        kernel: Kernel,
-        scores: Scores,
+        tiles: ForwardTiles,
         rows: Ranges,
         masks: Sequence[tuple[slice, Mask]],
         q: Tensor,
@@ -257,14 +258,20 @@ class KeyValueCache(Shared):
         held = rows, self._layout[self._sp.rank]
         for samples, mask in masks:
             q_rows, keys, *results = (x[:, samples] for x in (queries, self._kv, out, lse))
-            compute = ForwardTiles(kernel, scores, q.shape[-1])
             for tile in make_tiles(*held, mask):
-                compute(replace(tile, held=held), (q_rows,), (keys,), tuple(results), ())
+                tiles(replace(tile, held=held), (q_rows,), (keys,), tuple(results), ())
         return out, lse
 
 
-def _masks(mask: Mask, starts: Sequence[int], stop: int) -> list[tuple[slice, Mask]]:
+def _masks(
+    mask: Mask, starts: Sequence[int], num_samples: int, stop: int
+) -> list[tuple[slice, Mask]]:
     """(samples, their mask of `stop` tokens): padding before a start is a document of its own."""
+    if len(starts) != num_samples or not all(0 <= start < stop for start in starts):
+        raise ValueError(
+            f"starts must be a token from 0 to {stop - 1} for each of the {num_samples} samples, "
+            f"got {starts}"
+        )
     if not any(starts):
         return [(slice(None), mask)]
     borders = [(0, start, stop) if start else (0, stop) for start in starts]
@@ -279,7 +286,7 @@ def merged(comm: Communicator, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor
     """
     if comm.size == 1:
         return out, lse
-    outs = gather_small(comm, torch.cat((out, lse.unsqueeze(-1)), -1), LABEL)
+    outs = gather_small(comm, torch.cat((out, lse.unsqueeze(-1)), -1), "decode")
     all_lse = outs[..., -1]
     lse = all_lse.logsumexp(0)
     weights = torch.exp(all_lse - lse.masked_fill(lse == -inf, 0.0))
