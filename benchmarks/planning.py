@@ -70,7 +70,7 @@ def main() -> None:
     print_head("route", "ranks", "one document", "documents of 8,192 tokens")
     documents = packed_documents(8192)
     for num_ranks in (8, 64, 256):
-        routes = {"ring": ring(num_ranks), "mesh 8": mesh(8, num_ranks // 8)}
+        routes = {"ring": ring(num_ranks), "mesh 8": mesh(num_ranks, 8, num_ranks // 8)}
         if num_ranks % 16 == 0:
             routes["concentric 4"] = concentric(num_ranks, 4)
         for name, schedule in routes.items():

@@ -40,7 +40,7 @@ def schedules(n: int) -> dict[str, Schedule]:
         "ring": ring(n),
         "all_gather": all_gather(n),
         **{f"double_ring/{inner}": double_ring(n, inner) for inner in divisors},
-        **{f"mesh/{n // cols}x{cols}": mesh(n // cols, cols) for cols in [1, *divisors]},
+        **{f"mesh/{n // cols}x{cols}": mesh(n, n // cols, cols) for cols in [1, *divisors]},
         **{f"concentric/{size}": concentric(n, size) for size in team_sizes},
     }
 

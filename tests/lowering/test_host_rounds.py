@@ -94,7 +94,7 @@ def test_a_row_of_slices_and_its_results_cross_to_a_host_once(name):
 
 def test_all_ranks_of_a_host_fetch_equally_many_rows():
     layout = zigzag(16, 16 * 8)
-    problem = Problem(mesh(16, 1), layout, layout, Mask(FULL), host_size=4)
+    problem = Problem(mesh(16, 16, 1), layout, layout, Mask(FULL), host_size=4)
     for rank in range(16):
         fetched = [p for r in lower(problem, rank).steps[0].rounds for p in r.fetch.receive]
         from_other_hosts = [p.num_rows for p in fetched if p.peer // 4 != rank // 4]

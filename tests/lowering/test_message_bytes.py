@@ -55,9 +55,10 @@ def test_rings_send_the_bytes_that_the_papers_count(n):
 @pytest.mark.parametrize(("rows", "cols"), ((2, 2), (2, 4), (4, 2), (4, 4), (8, 1), (1, 8)))
 def test_a_mesh_sends_the_bytes_that_the_papers_count(rows, cols):
     forward = (2 + LSE) * (rows - 1) + 2 * KV * (cols - 1)
-    assert units_sent(mesh(rows, cols)) == pytest.approx([forward] * (rows * cols))
+    route = mesh(rows * cols, rows, cols)
+    assert units_sent(route) == pytest.approx([forward] * (rows * cols))
     backward = (3 + 2 * LSE) * (rows - 1) + 4 * KV * (cols - 1)
-    sent = units_sent(mesh(rows, cols), backward=True)
+    sent = units_sent(route, backward=True)
     assert sum(sent) / len(sent) == pytest.approx(backward)
 
 

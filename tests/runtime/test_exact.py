@@ -139,7 +139,7 @@ def test_many_ranks_are_exact(schedule, mask):
 def test_query_heads_that_share_key_heads_are_exact(heads, kv_heads, batch):
     layout = zigzag(4, SEQLEN)
     for queries_walk in (False, True):
-        case = Case(concentric(4, 2), mesh(2, 2), layout, MASKS["causal"], queries_walk)
+        case = Case(concentric(4, 2), mesh(4, 2, 2), layout, MASKS["causal"], queries_walk)
         assert_exact(replace(case, heads=heads, kv_heads=kv_heads, batch=batch))
 
 
@@ -233,7 +233,7 @@ def test_drawn_cases_are_exact(case):
 @pytest.mark.parametrize("mask", ("causal", "window"))
 def test_errors_in_narrow_dtypes_are_those_of_one_rank(kernel, dtype, mask):
     """The rms error of 8 ranks is at most 1.25 times that of one rank, same kernel and dtype."""
-    for schedule in (ring(8), concentric(8, 2), mesh(2, 4)):
+    for schedule in (ring(8), concentric(8, 2), mesh(8, 2, 4)):
         case = Case(
             schedule, schedule, zigzag(8, 256), MASKS[mask], heads=2, kv_heads=1, head_dim=32
         )

@@ -119,7 +119,7 @@ def test_the_next_hop_is_in_flight_while_a_step_computes():
 
 def test_own_queries_are_computed_while_those_of_others_arrive():
     """And results that stay are computed while those of others leave."""
-    case = Case(mesh(2, 2), mesh(2, 2), zigzag(4, 32), Mask())
+    case = Case(mesh(4, 2, 2), mesh(4, 2, 2), zigzag(4, 32), Mask())
     for events in run_threads(4, events_of, case):
         for name in ("forward", "backward"):
             post_queries, wait_queries, post_hop, wait_hop, post_reduce, wait_reduce = (
@@ -174,7 +174,7 @@ def rounds_of(program):
 def test_results_leave_after_the_last_step_that_adds_to_them(rank):
     """Under a causal mask those of the first rows leave before those of the last."""
     layout = contiguous(4, 32)
-    program = lower(Problem(mesh(2, 2), layout, layout, Mask(CAUSAL)), rank)
+    program = lower(Problem(mesh(4, 2, 2), layout, layout, Mask(CAUSAL)), rank)
     assert any(round_.reduce.send for _, round_ in rounds_of(program))
     for i, round_ in rounds_of(program):
         later_tiles = [tile for j, later in rounds_of(program) if j > i for tile in later.tiles]
@@ -187,7 +187,7 @@ def test_results_leave_after_the_last_step_that_adds_to_them(rank):
 def test_a_rank_sends_to_as_many_ranks_as_it_receives_from_in_every_round(size):
     """To the ranks that it receives from, where the number of ranks is a power of two."""
     layout = zigzag(size, 8 * size)
-    problem = Problem(mesh(size, 1), layout, layout, Mask())
+    problem = Problem(mesh(size, size, 1), layout, layout, Mask())
     for rank in range(size):
         all_senders = set()
         for round_ in lower(problem, rank).steps[0].rounds:
@@ -201,7 +201,7 @@ def test_a_rank_sends_to_as_many_ranks_as_it_receives_from_in_every_round(size):
 
 def test_the_15_other_owners_of_16_share_three_rounds():
     layout = zigzag(16, 64)
-    program = lower(Problem(mesh(16, 1), layout, layout, Mask()), 3)
+    program = lower(Problem(mesh(16, 16, 1), layout, layout, Mask()), 3)
     (step,) = program.steps
     assert [len(round_.fetch.receive) for round_ in step.rounds] == [0, 5, 5, 5]
     assert [len(round_.reduce.send) for round_ in step.rounds] == [0, 5, 5, 5]

@@ -114,7 +114,7 @@ def test_host_size_is_refused_on_routes_that_gather_nothing(route: dict) -> None
 def test_relabel_renumbers_ranks_and_shards_and_can_be_undone(permuted: list[int]) -> None:
     ranks = tuple(permuted)
     inverse = tuple(ranks.index(rank) for rank in range(8))
-    for schedule in (concentric(8, 2), mesh(2, 4)):
+    for schedule in (concentric(8, 2), mesh(8, 2, 4)):
         relabelled = check(relabel(schedule, ranks))
         shards_of_rank_3 = schedule.holdings()[1][3]
         expected = tuple(sorted(ranks[shard] for shard in shards_of_rank_3))

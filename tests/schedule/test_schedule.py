@@ -90,7 +90,7 @@ def test_ranks_by_shard_lists_the_ranks_that_hold_a_shard() -> None:
 
 
 def test_degenerate_routes_are_rings():
-    assert mesh(1, 6) == ring(6)
+    assert mesh(6, 1, 6) == ring(6)
     assert concentric(6, 1).q == ring(6).q
     assert double_ring(6, 6).hops == ring(6).hops
     assert double_ring(6, 1).hops == ring(6).hops
@@ -152,7 +152,7 @@ def test_a_config_can_name_every_route(name):
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    (("ring_4", ring(4)), ("concentric_8_2", concentric(8, 2)), ("mesh_2x4", mesh(2, 4))),
+    (("ring_4", ring(4)), ("concentric_8_2", concentric(8, 2)), ("mesh_2x4", mesh(8, 2, 4))),
 )
 def test_render_prints_the_grid_of_the_golden_file(name, schedule):
     assert render(schedule) + "\n" == (GOLDEN / f"{name}.txt").read_text()

@@ -1,6 +1,6 @@
 """Who meets whom, who owns which token, what may be seen. Pure: standard library only."""
 
-from wf_backends.schedule.band import CAUSAL, FULL, Band, Bound
+from wf_backends.schedule.band import CAUSAL, FULL, Band
 from wf_backends.schedule.filling import slices_load
 from wf_backends.schedule.layout import (
     LAYOUTS,
@@ -39,7 +39,6 @@ from wf_backends.schedule.slices import SLICE_ARGUMENTS, Slice
 
 __all__ = [
     "Band",
-    "Bound",
     "CAUSAL",
     "FULL",
     "LAYOUTS",

@@ -72,10 +72,10 @@ def document_zigzag(num_ranks: int, cu_seqlens: tuple[int, ...]) -> Layout:
 
 @lru_cache(maxsize=64)
 def balanced(num_ranks: int, seqlen: int, slices: tuple[Slice, ...]) -> Layout:
-    """For a mask in slices: all ranks have the same number of tokens and nearly of scores.
+    """For a mask in slices: all ranks have nearly as many tokens and scores (see `fill_evenly`).
 
-    Numbers of tokens differ by one where the sequence does not divide. Ranks are in the order of
-    their first tokens, so that neighbours on a ring are near each other in the sequence.
+    Ranks are in the order of their first tokens, so that neighbours on a ring are near each other
+    in the sequence.
 
     Raises:
         ValueError: if there are fewer tokens than ranks.

@@ -73,15 +73,18 @@ def concentric(n: int, team_size: int) -> Schedule:
     return Schedule(q, kv, (hop,) * (length - 1))
 
 
-def mesh(rows: int, cols: int) -> Schedule:
+def mesh(n: int, rows: int, cols: int) -> Schedule:
     """Mesh-Attention, Attention2D: a rank gathers `rows` query shards and meets `cols` key shards.
 
     Keys walk from step to step, so that a transfer overlaps with the step before.
 
+    Raises:
+        ValueError: if rows * cols is not n.
+
     Source: arXiv 2512.20968; arXiv 2503.15758.
     """
-    n = rows * cols
-    _require(rows >= 1 and cols >= 1, "rows and cols", (rows, cols), "be at least 1")
+    product = f"multiply to the {n} ranks of the route"
+    _require(rows >= 1 and rows * cols == n, "rows and cols", (rows, cols), product)
     columns = _consecutive(n, rows)
     q = tuple(columns[r // rows] for r in range(n))
     return Schedule(q, own_shards(n), (tuple((r - rows) % n for r in range(n)),) * (cols - 1))
@@ -90,12 +93,6 @@ def mesh(rows: int, cols: int) -> Schedule:
 def _consecutive(n: int, size: int) -> list[Shards]:
     """The ranks 0 to n - 1 in groups of `size` neighbours."""
     return [tuple(range(start, start + size)) for start in range(0, n, size)]
-
-
-def _mesh_of_ranks(n: int, rows: int, cols: int) -> Schedule:
-    product = f"multiply to the {n} ranks of the route"
-    _require(rows * cols == n, "rows and cols", (rows, cols), product)
-    return mesh(rows, cols)
 
 
 def _require(holds: bool, name: str, value: object, rule: str) -> None:
@@ -124,7 +121,7 @@ ROUTES: Mapping[str, RouteKind] = MappingProxyType(
         "double_ring": RouteKind(double_ring, ("inner",), gathers=False),
         "all_gather": RouteKind(all_gather, keys_stay=True),
         "concentric": RouteKind(concentric, ("team_size",)),
-        "mesh": RouteKind(_mesh_of_ranks, ("rows", "cols")),
+        "mesh": RouteKind(mesh, ("rows", "cols")),
     }
 )
 
