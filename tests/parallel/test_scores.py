@@ -167,7 +167,7 @@ def test_trading_heads_with_more_ranks_than_key_heads_is_exact():
 
 def test_dropout_at_positions_of_the_shard_fails_the_check(monkeypatch):
     """In place of positions of the sequence, by which ranks draw the same dropout mask."""
-    monkeypatch.setattr(lowering_tiles, "_globalize", lambda local, held: local)
+    monkeypatch.setattr(lowering_tiles, "globalize", lambda local, held: local)
     config = {"sequence_parallel_size": 4, "route": "ring"}
     with pytest.raises(AssertionError):
         check(config, {"causal": True}, {"dropout_p": 0.3})

@@ -103,7 +103,7 @@ ALIBI_AND_SINKS = Case(ring(4), ring(4), zigzag(4, 32), MASKS["causal"], alibi=T
 
 def test_alibi_at_positions_of_the_buffer_is_an_error(monkeypatch):
     """In place of positions of the sequence."""
-    monkeypatch.setattr(lowering_tiles, "_globalize", lambda local, held: local)
+    monkeypatch.setattr(lowering_tiles, "globalize", lambda local, held: local)
     assert run_case(ALIBI_AND_SINKS).errors["out"] > 1e-3
 
 

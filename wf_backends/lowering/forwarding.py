@@ -1,25 +1,31 @@
 """The rows of walkers that ranks hold in each step, and the messages that bring them there.
 
-A rank holds a row only if it reads it. If the next rank of the hop reads
-the row too, it is forwarded, and later its partial result with it. If not, the partial result is
-sent to the owner, and the owner sends the row to the next rank that reads it: one message for each
-reader. Everything is computed on demand and cached: one rank of thousands asks only for its own
-part.
+A rank holds a row only if it reads it. If the next rank of the hop reads the row too, it is
+forwarded, and later its partial result with it. If not, the partial result is sent to the owner,
+and the owner sends the row to the next rank that reads it: one message for each reader. Everything
+is computed on demand and cached: one rank of thousands asks only for its own part.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, cached_property, partial
-from itertools import chain
 
 from wf_backends.lowering.problem import Reads
-from wf_backends.lowering.program import Gather, Parcels, Round, Step, hop_parcels, parcels
+from wf_backends.lowering.program import (
+    Gather,
+    Parcels,
+    PeerRows,
+    Round,
+    Step,
+    hop_parcels,
+    parcels,
+    parcels_of_peers,
+)
 from wf_backends.schedule import Ranges, intersect, join, ranks_by_shard, size, subtract, union
 
-PeerRows = tuple[int, Ranges]  # a peer, and rows (positions) that are sent to it or come from it
 RowsOfStep = Callable[[int], Ranges]  # step -> rows (positions)
 
 
@@ -91,8 +97,8 @@ class Forwarding:
         """The messages that bring a rank's walker of step 0 from its owners."""
         held, own = self.held(0, rank), self.layout[rank]
         sends = [(reader, intersect(self.held(0, reader), own)) for reader in self._origins[rank]]
-        send = _all_parcels(rank, sends, own)
-        receive = _all_parcels(rank, self._by_owner(rank, held), held)
+        send = parcels_of_peers(rank, sends, own)
+        receive = parcels_of_peers(rank, self._by_owner(rank, held), held)
         return Gather(size(own), size(held), send, receive)
 
     def step(self, step: int, rank: int, rounds: tuple[Round, ...], blank: Ranges) -> Step:
@@ -116,13 +122,13 @@ class Forwarding:
             blank=blank,
             hop_out=hop_out,
             hop_in=hop_in,
-            owner_out=_all_parcels(rank, self._owner_sends(rank).get(step, ()), own),
+            owner_out=parcels_of_peers(rank, self._owner_sends(rank).get(step, ()), own),
             owner_in=owner_in,
             next_num_rows=next_num_rows,
             partial_in=partial_in,
             partial_out=partial_out,
-            reduce_out=_all_parcels(rank, to_owners, held),
-            reduce_in=_all_parcels(rank, self._partials_of_owner(step, rank), own),
+            reduce_out=parcels_of_peers(rank, to_owners, held),
+            reduce_in=parcels_of_peers(rank, self._partials_of_owner(step, rank), own),
         )
 
     def _walker(self, origin: int) -> WalkerRows:
@@ -135,18 +141,11 @@ class Forwarding:
         return self.layout[rank] if rank in self.reads.walk_shards[origin] else ()
 
     def _find_steps_with_walkers(self, rank: int) -> list[int]:
-        """The steps after step 0 in which a rank holds any rows of walkers."""
-        return [step for step in range(1, self.num_steps) if self.held(step, rank)]
+        """Step 0, and the later steps in which a rank holds any rows of walkers.
 
-    def _step_before(self, step: int, rank: int) -> int:
-        """The last step before `step` in which a rank computes, or 0.
-
-        In that step owners send the rows that the rank needs in `step`.
+        Rows that owners send for a step of the list arrive during the step before it in the list.
         """
-        for earlier in range(step - 1, 0, -1):
-            if self.held(earlier, rank):
-                return earlier
-        return 0
+        return [0, *(step for step in range(1, self.num_steps) if self.held(step, rank))]
 
     def _find_owner_sends(self, owner: int) -> defaultdict[int, list[PeerRows]]:
         """By step, what an owner sends of its rows to ranks that read them later."""
@@ -156,7 +155,8 @@ class Forwarding:
                 rows = intersect(self.walker(origin).from_owner(step), self.layout[owner])
                 if rows:
                     reader = self.schedule.holder(step, origin)
-                    sends[self._step_before(step, reader)].append((reader, rows))
+                    steps = self._steps_with_walkers(reader)
+                    sends[steps[steps.index(step) - 1]].append((reader, rows))
         return sends
 
     def _arriving(self, step: int, rank: int) -> tuple[Parcels, Parcels, int]:
@@ -173,9 +173,9 @@ class Forwarding:
             sender = self.schedule.holder(step, origin)
             hop_in = hop_parcels(sender, walker.forwarded(next_step), held, walker.needed(step))
         owner_in: Parcels = ()
-        if step == (steps[index - 1] if index > 0 else 0):  # as in `_step_before`
+        if step == steps[index - 1]:
             missing = self._by_owner(origin, walker.from_owner(next_step))
-            owner_in = _all_parcels(rank, missing, held)
+            owner_in = parcels_of_peers(rank, missing, held)
         return hop_in, owner_in, size(held)
 
     def _by_owner(self, origin: int, rows: Ranges) -> list[PeerRows]:
@@ -190,9 +190,3 @@ class Forwarding:
             rows = intersect(self.walker(origin).partials_to_owner(step), self.layout[owner])
             partials.append((self.schedule.holder(step, origin), rows))
         return sorted(partials)
-
-
-def _all_parcels(rank: int, rows_of_peers: Iterable[PeerRows], held: Ranges) -> Parcels:
-    """The parcels of a rank; rows that it keeps itself are in one parcel."""
-    several = (parcels(peer, rows, held, whole=peer == rank) for peer, rows in rows_of_peers)
-    return tuple(chain.from_iterable(several))

@@ -25,17 +25,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from wf_backends.lowering.problem import Reads
-from wf_backends.lowering.program import Exchange, Parcels, Round, Stay, parcels
-from wf_backends.schedule import (
-    Ranges,
-    intersect,
-    join,
-    locate,
-    ranks_by_shard,
-    size,
-    subtract,
-    union,
-)
+from wf_backends.lowering.program import Exchange, Round, Stay, parcels_of_peers
+from wf_backends.schedule import Ranges, intersect, locate, ranks_by_shard, size, subtract, union
 
 MAX_BUNDLES = 3
 """More owners (or hosts of owners) share bundles, so that the tiles of a round stay large."""
@@ -125,11 +116,9 @@ class GatherRounds:
         computed = self._computed_rows(step, rank)
         num_rounds = max([*computed, *(part.round_index for part in parts)]) + 1
         for index in range(num_rounds):
-            by_name: defaultdict[str, list[ExchangePart]] = defaultdict(list)
-            for part in parts:
-                if part.round_index == index:
-                    by_name[part.exchange].append(part)
-            exchanges = {name: self._exchange(rank, name, by_name[name]) for name in by_name}
+            parts_of_round = [part for part in parts if part.round_index == index]
+            names = {part.exchange for part in parts_of_round}
+            exchanges = {name: self._exchange(rank, name, parts_of_round) for name in names}
             yield computed.get(index, ()), Round((), **exchanges)
 
     def _host(self, rank: int) -> int:
@@ -241,17 +230,13 @@ class GatherRounds:
     def _exchange(self, rank: int, name: str, parts: list[ExchangePart]) -> Exchange:
         """An exchange of a round: all rows that go to a peer together, or come from it."""
         own, held = self.layout[rank], self.rows(rank)
-        sends = [(part.receiver, part.rows) for part in parts if part.sender == rank]
-        receives = [(part.sender, part.rows) for part in parts if part.receiver == rank]
+        sent, received = defaultdict[int, Ranges](tuple), defaultdict[int, Ranges](tuple)
+        for part in parts:
+            if part.exchange == name and part.sender == rank:
+                sent[part.receiver] = union(sent[part.receiver], part.rows)
+            elif part.exchange == name:
+                received[part.sender] = union(received[part.sender], part.rows)
         return Exchange(
-            _joined_parcels(sends, own if name == "fetch" else held),
-            _joined_parcels(receives, own if name == "reduce" else held),
+            parcels_of_peers(rank, sent.items(), own if name == "fetch" else held),
+            parcels_of_peers(rank, received.items(), own if name == "reduce" else held),
         )
-
-
-def _joined_parcels(rows_of_peers: list[tuple[int, Ranges]], held: Ranges) -> Parcels:
-    by_peer: defaultdict[int, list[Ranges]] = defaultdict(list)
-    for peer, rows in rows_of_peers:
-        by_peer[peer].append(rows)
-    joined = {peer: join(piece for rows in by_peer[peer] for piece in rows) for peer in by_peer}
-    return tuple(parcel for peer in joined for parcel in parcels(peer, joined[peer], held))

@@ -5,8 +5,10 @@ Rows of a buffer are in sequence order. All slices are local to their buffer, in
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from wf_backends.lowering.tiles import Tile
 from wf_backends.schedule import Ranges, locate, locate_each, range_length, size
@@ -48,6 +50,15 @@ def hop_parcels(peer: int, rows: Ranges, held: Ranges, peer_held: Ranges) -> Par
     """As `parcels`, but one parcel if the rows are contiguous in both ranks' buffers."""
     is_contiguous = len(locate(rows, held)) == len(locate(rows, peer_held)) == 1
     return parcels(peer, rows, held, whole=is_contiguous)
+
+
+PeerRows = tuple[int, Ranges]  # a peer, and rows (positions) that are sent to it or come from it
+
+
+def parcels_of_peers(rank: int, rows_of_peers: Iterable[PeerRows], held: Ranges) -> Parcels:
+    """The parcels of a rank; rows that it keeps itself are in one parcel."""
+    several = (parcels(peer, rows, held, whole=peer == rank) for peer, rows in rows_of_peers)
+    return tuple(chain.from_iterable(several))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,6 @@ SHORT_RANGE_ROWS = 2048
 compute hidden scores along every diagonal: one long diagonal has fewer of them than several short
 ones. Measured in docs/internals/kernels.md."""
 
-_globalize = lru_cache(maxsize=4096)(globalize)  # needed in every call
-
 Buffers = tuple[Ranges, Ranges]  # the positions that a buffer of rows and a buffer of keys hold
 Parts = Mapping[int, Ranges]
 """Part of the mask (the index of a document or slice) -> the positions of rows or keys in it."""
@@ -58,7 +56,7 @@ class Tile:
     @property
     def positions(self) -> tuple[Ranges, Ranges]:
         """The global positions of (rows, keys), in the tile's order."""
-        return _globalize(self.rows, self.held[0]), _globalize(self.keys, self.held[1])
+        return globalize(self.rows, self.held[0]), globalize(self.keys, self.held[1])
 
 
 def make_tiles(q: Ranges, kv: Ranges, mask: Mask, held: Buffers | None = None) -> tuple[Tile, ...]:
@@ -82,12 +80,8 @@ def seen(q: Parts, kv: Parts, mask: Mask) -> tuple[Ranges, Ranges]:
 
     These are the positions of all tiles, computed without making tiles.
     """
-    pairs = [
-        pair
-        for part in q.keys() & kv.keys()
-        for rows, keys in product(q[part], kv[part])
-        if (pair := _trimmed_pair(rows, keys, mask.band_of(part)))
-    ]
+    parts = q.keys() & kv.keys()
+    pairs = [pair for i in parts for pair in _trimmed_pairs(q[i], kv[i], mask.band_of(i))]
     return join([rows for rows, _ in pairs]), join([keys for _, keys in pairs])
 
 
@@ -159,23 +153,23 @@ def _tiles_of_pairs(rows: Ranges, keys: Ranges, band: Band, held: Buffers) -> li
     """A tile for each pair of a range of rows and a range of keys in which any row sees a key."""
     pair_tiles: list[Tile] = []
     q, kv = held
-    for row_range in rows:
-        for key_range in keys:
-            if pair := _trimmed_pair(row_range, key_range, band):
-                (first_row, _), (first_key, _) = pair
-                trimmed = band.shift(first_key - first_row).within(*map(range_length, pair))
-                pair_tiles.append(Tile(locate(pair[:1], q), locate(pair[1:], kv), trimmed))
+    for pair in _trimmed_pairs(rows, keys, band):
+        (first_row, _), (first_key, _) = pair
+        trimmed = band.shift(first_key - first_row).within(*map(range_length, pair))
+        pair_tiles.append(Tile(locate(pair[:1], q), locate(pair[1:], kv), trimmed))
     return pair_tiles
 
 
-def _trimmed_pair(rows: Range, keys: Range, band: Band) -> tuple[Range, Range] | None:
-    """The rows that see any of the keys, and the keys that any of the rows sees; None if none."""
+def _trimmed_pairs(rows: Ranges, keys: Ranges, band: Band) -> Iterator[tuple[Range, Range]]:
+    """For each range of rows and of keys: the rows that see any of these keys, and the keys that
+    any of these rows sees. Pairs of ranges without any are left out."""
     left, right = band.left, band.right
-    if rows[0] - left >= keys[1] or keys[0] - right >= rows[1]:
-        return None
-    first, stop = max(rows[0], keys[0] - right), min(rows[1], keys[1] + left)
-    begin, end = max(keys[0], first - left), min(keys[1], stop + right)
-    return ((int(first), int(stop)), (int(begin), int(end))) if begin < end else None
+    for (row, row_stop), (key, key_stop) in product(rows, keys):
+        if row - left < key_stop and key - right < row_stop:
+            first, stop = max(row, key - right), min(row_stop, key_stop + left)
+            begin, end = max(key, first - left), min(key_stop, stop + right)
+            if begin < end:
+                yield (int(first), int(stop)), (int(begin), int(end))
 
 
 def _join_full_tiles(tiles: list[Tile]) -> list[Tile]:
