@@ -87,7 +87,7 @@ LONG: dict[str, str] = {
     r"on_every_schedule\[4-(bicausal|few_rows|window_w|prefix_lm)|keeping.*(\(2\)|two_sided)",
     "tests/runtime/test_scores.py": rf"{SIX_AND_EIGHT}|drawn",
     "tests/runtime/test_alibi.py": rf"{SIX_AND_EIGHT}|tile_without_alibi\[(300|-699)",
-    "tests/runtime/test_ulysses_pipeline.py": r"\[[12]-[\d-]+\]|is_exact\[(3-|0-4-2-2-8)",
+    "tests/runtime/test_ulysses_chunks.py": r"\[[12]-[\d-]+\]|is_exact\[(3-|0-4-2-2-8)",
     "tests/runtime/test_hosts_once.py": r"\(6\)|nic\[\w+-2-4|"
     r"mesh/(8x1|2x4).*-(causal|window|full)\]",
     "tests/runtime/test_device_only.py": r"on_the_gpu_and_reads_no_value\[(?!sdpa on an Ampere)|"

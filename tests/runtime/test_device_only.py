@@ -32,8 +32,9 @@ from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.kernels.sdpa_cuda import Machine, choose, cuda_tile
 from wf_backends.kernels.tile_split import split_window
 from wf_backends.parallel import position_dropout
-from wf_backends.parallel.attention import DistributedAttention, run
+from wf_backends.parallel.attention import DistributedAttention
 from wf_backends.parallel.softmax import make_softmax, plain_softmax
+from wf_backends.runtime.attention import RouteAttention
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 
 SIZE, RANK, ROWS, HEADS, KV_HEADS, HEAD_DIM = 8, 3, 1024, 16, 8, 64
@@ -91,8 +92,8 @@ class WithKernel:
 
     def _make_call(self, options: Any, mask: Mask, spec: KernelSpec, *args: Any) -> Any:
         parent: Any = super()
-        call, group = parent._make_call(options, mask, replace(spec, device="cuda"), *args)
-        return call._replace(kernel=self.kernel), group
+        call = parent._make_call(options, mask, replace(spec, device="cuda"), *args)
+        return call._replace(kernel=self.kernel)
 
 
 class AttentionWithKernel(WithKernel, DistributedAttention): ...
@@ -162,8 +163,8 @@ def operators_of_call(config: dict[str, Any], mask: Mask, kernel: Kernel) -> set
     )
     with OnDeviceOnly() as mode:
         softmax = plain_softmax(16)
-        planned = attention.call(q, k, v, mask, softmax, None)
-        out = run(q, k, v, *planned, softmax.learned)
+        call = attention.call(q, k, v, mask, softmax, None)
+        out = RouteAttention.apply(q, k, v, call, *softmax.learned)
         grads = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
     for actual, x in zip((out, *grads), (q, q, k, v), strict=True):
         assert (actual.shape, actual.dtype, actual.device) == (x.shape, x.dtype, GPU)
@@ -197,8 +198,8 @@ def test_attention_with_options_stays_on_the_gpu(seed: int | None, config: dict[
     with OnDeviceOnly():
         softmax = make_softmax(q, None, 30.0, slopes, sinks, 0.1, seed)
         attention = attention_on_gpu(config, ReferenceKernel())
-        planned = attention.call(q, q, q, MASKS["causal"], softmax, None)
-        run(q, q, q, *planned, softmax.learned)
+        call = attention.call(q, q, q, MASKS["causal"], softmax, None)
+        RouteAttention.apply(q, q, q, call, *softmax.learned)
 
 
 @pytest.mark.parametrize("band", (Band(right=3), Band(20, 2)))

@@ -20,7 +20,6 @@ from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.lowering.derivation import Problem, lower
 from wf_backends.runtime.attention import AttentionCall, RouteAttention
 from wf_backends.runtime.ulysses import HeadGroup, make_head_exchange
-from wf_backends.runtime.ulysses_pipeline import UlyssesAttention
 from wf_backends.schedule.layout import contiguous, zigzag
 from wf_backends.schedule.mask import CAUSAL, Mask
 from wf_backends.schedule.ranges import intersect, subtract
@@ -82,9 +81,10 @@ def events_of_chunks(comm, chunks):
     case = Case(ring(1), ring(1), contiguous(1, 16), Mask(CAUSAL))
     recorder = Recorder(comm, events)
     own_ring, group = recorder.view([comm.rank]), HeadGroup(recorder, exchange, exchange)
-    call = AttentionCall(*case.programs(0), own_ring, RecordedKernel(events), Scores(0.3))
+    kernel, programs = RecordedKernel(events), case.programs(0)
+    call = AttentionCall(*programs, own_ring, kernel, Scores(0.3), group=group)
     q, k, v = (torch.randn(1, 8, 12, 8).requires_grad_() for _ in range(3))
-    UlyssesAttention.apply(q, k, v, call, group).sum().backward()
+    RouteAttention.apply(q, k, v, call).sum().backward()
     return [event for event, _ in groupby(events)]
 
 

@@ -1,6 +1,6 @@
 """What exchanging heads for tokens (the Ulysses exchanges) costs, all heads at once or in chunks.
 
-Where heads are exchanged in chunks (runtime/ulysses_pipeline.py), one chunk travels while another
+Where heads are exchanged in chunks (runtime/ulysses.py), one chunk travels while another
 is computed: only the first chunk's exchange of q, k and v and the last chunk's of out are exposed.
 """
 

@@ -22,7 +22,7 @@ from wf_backends.comm import ConsistencyCheck, Pass, gather_small
 from wf_backends.kernels import Dropout, KernelSpec, Scores
 from wf_backends.parallel.planned_calls import PlannedCalls
 from wf_backends.parallel.softmax import Softmax, make_softmax, plain_softmax
-from wf_backends.runtime import AttentionCall, HeadGroup, Learned, RouteAttention, UlyssesAttention
+from wf_backends.runtime import AttentionCall, RouteAttention
 from wf_backends.schedule import Mask, make_mask
 
 INSTEAD_OF_TRANSFORMS = (
@@ -129,8 +129,8 @@ class AttentionMethod:
             else:
                 mask = make_mask(causal, window_size, cu_seqlens, seqlen, *slices)
         with self._consistency.one_thread:
-            planned = self._attention.call(q, k, v, mask, softmax, seqlen, name)
-            return run(q, k, v, *planned, softmax.learned)
+            call = self._attention.call(q, k, v, mask, softmax, seqlen, name)
+            return RouteAttention.apply(q, k, v, call, *softmax.learned)
 
 
 class DistributedAttention(PlannedCalls):
@@ -148,8 +148,8 @@ class DistributedAttention(PlannedCalls):
         softmax: Softmax,
         seqlen: int | None,
         layer: str | None = None,
-    ) -> tuple[AttentionCall, HeadGroup]:
-        """Check that all ranks make the same call, and return what it runs: (call, head group).
+    ) -> AttentionCall:
+        """Check that all ranks make the same call, and return what it runs.
 
         The scores are for all heads; under Ulysses the kernel is for this rank's heads.
         """
@@ -167,11 +167,11 @@ class DistributedAttention(PlannedCalls):
                 f"seqlen must be the rows of q of all ranks, {list(rows['q rows'])}, together; "
                 f"got {seqlen}"
             )
-        call, group = self._planned(tuple(rows.items()), mask, spec, q.shape[0], latent_dim)
+        call = self._planned(tuple(rows.items()), mask, spec, q.shape[0], latent_dim)
         scores = softmax.scores
         if scores.dropout is not None and scores.dropout.seed is None:
             scores = self._draw_seed(scores, scores.dropout, q.device)
-        return call._replace(scores=scores, forward_pass=now), group
+        return call._replace(scores=scores, forward_pass=now)
 
     def _draw_seed(self, scores: Scores, dropout: Dropout, device: torch.device) -> Scores:
         """The scores with a dropout seed that the first rank draws from torch's generator.
@@ -201,15 +201,6 @@ def _spec(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> tuple[KernelSpec
 def _has_backward(*inputs: Tensor | None) -> bool:
     """Whether autograd will call the backward, which waits for messages of the other ranks."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-
-
-def run(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, group: HeadGroup, learned: Learned
-) -> Tensor:
-    """softmax(scores + mask) v for this rank's rows: the call's programs, inside its exchanges."""
-    if group.comm.size == 1:
-        return RouteAttention.apply(q, k, v, call, *learned)
-    return UlyssesAttention.apply(q, k, v, call, group, *learned)
 
 
 def _check_seqlen_and_name(seqlen: object, name: object) -> None:

@@ -71,8 +71,8 @@ class PlannedCalls:
         spec: KernelSpec,
         batch: int,
         latent_dim: int,
-    ) -> tuple[AttentionCall, HeadGroup]:
-        """The call without its scores, which `DistributedAttention.call` sets; and its head group.
+    ) -> AttentionCall:
+        """The call without its scores, which `DistributedAttention.call` sets.
 
         Args:
             rows_by_rank: (name in errors, rows of every rank) of the queries, and of the keys.
@@ -105,9 +105,9 @@ class PlannedCalls:
         kernel = select(self.config.kernel, local_spec)
         programs = lower(forward, group), lower(backward, group)
         route = self.comm.view(groups.route(member))
-        head_group = HeadGroup(self.comm.view(ranks), queries, keys)
-        call = AttentionCall(*programs, route, kernel, Scores(1.0), keep, self._narrow_partials)
-        return call, head_group
+        head_group = HeadGroup(self.comm.view(ranks), queries, keys) if choice.degree > 1 else None
+        options = keep, self._narrow_partials
+        return AttentionCall(*programs, route, kernel, Scores(1.0), *options, group=head_group)
 
     def _choose(
         self, lengths: Sequence[int], mask: Mask, spec: KernelSpec, batch: int, latent_dim: int

@@ -5,12 +5,10 @@ from wf_backends.runtime.attention import (
     BackwardTiles,
     ForwardTiles,
     RouteAttention,
-    accumulator_dtype,
-    fuse,
 )
 from wf_backends.runtime.autograd import first_order_only, linear_map
 from wf_backends.runtime.learned import Learned, with_sinks
-from wf_backends.runtime.messages import Messages
+from wf_backends.runtime.messages import Messages, accumulator_dtype, fuse
 from wf_backends.runtime.shards import dimension, gather_shards, positions, take_shard
 from wf_backends.runtime.surrogate_out import SurrogateOut
 from wf_backends.runtime.ulysses import (
@@ -21,7 +19,6 @@ from wf_backends.runtime.ulysses import (
     make_head_exchange,
     tokens_for_heads,
 )
-from wf_backends.runtime.ulysses_pipeline import UlyssesAttention
 
 __all__ = [
     "RouteAttention",
@@ -33,7 +30,6 @@ __all__ = [
     "Learned",
     "Messages",
     "SurrogateOut",
-    "UlyssesAttention",
     "accumulator_dtype",
     "dimension",
     "first_order_only",

@@ -22,11 +22,26 @@ from wf_backends.lowering import RankProgram, Tile
 from wf_backends.runtime.autograd import below_autograd, first_order_only
 from wf_backends.runtime.latents import LatentKernel
 from wf_backends.runtime.learned import Learned, sinks_grad, with_sinks
-from wf_backends.runtime.messages import Accumulators, Combine, Tensors, add, copy, pack, scatter
+from wf_backends.runtime.messages import (
+    Accumulators,
+    Combine,
+    Tensors,
+    accumulator_dtype,
+    add,
+    batch_first,
+    copy,
+    dense,
+    fuse,
+    pack,
+    rows_first,
+    scatter,
+    unfuse,
+)
 from wf_backends.runtime.runner import PassInput, run
 from wf_backends.runtime.shards import positions
 from wf_backends.runtime.surrogate_out import SurrogateOut
-from wf_backends.schedule import Range, Ranges
+from wf_backends.runtime.ulysses import HeadGroup, run_chunks
+from wf_backends.schedule import Ranges
 
 
 class AttentionCall(NamedTuple):
@@ -43,44 +58,67 @@ class AttentionCall(NamedTuple):
     narrow: bool = False
     """Whether partial results (out, dq, dk, dv) are sent in q's dtype."""
     forward_pass: Pass = NO_PASS
+    group: HeadGroup | None = None
+    """The ranks that exchange heads for tokens; None = a rank computes all heads of its rows."""
 
-    def of_heads(self, heads: Range) -> AttentionCall:
-        """The call for a range of this call's query heads."""
-        return self._replace(scores=self.scores.of_heads(heads))
+    def of_chunk(self, chunk: int, learned: Learned) -> tuple[AttentionCall, Learned]:
+        """The call and its parameters for the query heads of a chunk."""
+        if self.group is None:
+            return self, learned
+        heads = self.group.heads(chunk)
+        return self._replace(scores=self.scores.of_heads(heads)), learned.of_heads(heads)
 
 
 class RouteAttention(torch.autograd.Function):
-    """attention(q, k, v, call, *learned) of this rank's rows -> out (b, s, h, e).
+    """attention(q, k, v, call, *learned) of this rank's rows, all heads -> out (b, s, h, e).
 
     q (b, s, h, d), k (b, s, g, d), v (b, s, g, e), or k and v as `LatentKernel` takes them; learned
-    are the fields of `Learned`. Their gradients are this rank's addends, to be summed over ranks.
+    are the fields of `Learned`. The gradients of the learned parameters are this rank's addends,
+    from the rows and heads that it computes, to be summed over ranks.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        call: AttentionCall,
-        *learned: Tensor | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *learned: Tensor | None
     ) -> Tensor:
-        q = dense(q)
-        with below_autograd():
-            out, *for_backward = attend(q, k, v, call, Learned(*learned))
+        saved: list[Tensor] = []
+
+        def compute(chunk: int, qkv: Tensors) -> Tensors:
+            q, k, v = qkv
+            with below_autograd():
+                results = attend(q, k, v, *call.of_chunk(chunk, Learned(*learned)))
+            saved.extend((*qkv, *results))
+            return results[:1]  # out
+
+        group, xs = call.group, (dense(q), k, v)
+        (out,) = run_chunks(group, xs, "forward", compute) if group else compute(0, xs)
         ctx.call, ctx.num_learned = call, len(learned)
-        ctx.save_for_backward(*learned, q, k, v, out, *for_backward)
+        ctx.save_for_backward(*learned, *saved)
         return out
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         call: AttentionCall = ctx.call
+        group = call.group
         call.comm.enter(call.forward_pass.backward())
-        saved, n = ctx.saved_tensors, ctx.num_learned
-        with below_autograd():
-            *grads, learned_grads = differentiate(saved[n:], dout, call, Learned(*saved[:n]))
-        return (*grads, None, *learned_grads[:n])
+        all_saved = ctx.saved_tensors  # read once: under checkpointing a second read fails
+        parameters, saved = all_saved[: ctx.num_learned], all_saved[ctx.num_learned :]
+        num_saved = len(saved) // (len(group.queries) if group else 1)
+        totals = [None if x is None else torch.zeros_like(x) for x in parameters]
+
+        def compute(chunk: int, douts: Tensors) -> Tensors:
+            of_chunk = call.of_chunk(chunk, Learned(*parameters))
+            chunk_saved = saved[chunk * num_saved : (chunk + 1) * num_saved]
+            with below_autograd():
+                *grads, learned_grads = differentiate(chunk_saved, douts[0], *of_chunk)
+            for total, grad in zip(totals, learned_grads, strict=False):
+                if total is not None and grad is not None:
+                    total[slice(*group.heads(chunk)) if group else ...] = grad
+            return tuple(grads)
+
+        grads = run_chunks(group, (dout,), "backward", compute) if group else compute(0, (dout,))
+        return (*grads, None, *totals)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, learned: Learned) -> Tensors:
@@ -88,7 +126,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, learned: Learne
 
     `call.keep` says which of the gathered queries and [K|V] are returned.
     """
-    queries, kv = _rows_first(q), fuse(k, v)
+    queries, kv = rows_first(q), fuse(k, v)
     scores = _with_learned_bias(call.scores, learned)
     kernel: TileKernel = call.kernel
     value_dim = v.shape[3]
@@ -108,7 +146,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, learned: Learne
     if learned.sinks is not None:
         out, lse = with_sinks(out, lse, learned.sinks)
     gathered = [side.gathered[0] for keep, side in zip(call.keep, results, strict=True) if keep]
-    return _batch_first(out).to(q.dtype), lse, *gathered
+    return batch_first(out).to(q.dtype), lse, *gathered
 
 
 def differentiate(
@@ -123,7 +161,7 @@ def differentiate(
     (q, k, v, out, lse, *gathered), dout = saved, dense(dout)
     kept_q, kept_kv = ((gathered.pop(0),) if keep else () for keep in call.keep)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    queries = (_rows_first(q), _rows_first(dout), torch.stack((lse, _rows_first(delta)), dim=1))
+    queries = (rows_first(q), rows_first(dout), torch.stack((lse, rows_first(delta)), dim=1))
     # Kept keys serve only where keys stay: their owners send keys that walk again.
     keys = kept_kv if kept_kv and call.backward.queries_walk else (fuse(k, v),)
     dtype, message_dtypes = accumulator_dtype(q.dtype), (q.dtype,) if call.narrow else None
@@ -134,12 +172,12 @@ def differentiate(
     )
     scores = _with_learned_bias(call.scores, learned)
     latent_kernel = None if learned.up is None else LatentKernel(call.kernel, learned.up)
-    own_out = SurrogateOut(queries[1], _rows_first(out))
+    own_out = SurrogateOut(queries[1], rows_first(out))
     tiles = BackwardTiles(latent_kernel or call.kernel, scores, k.shape[3], own_out)
     q_side, kv_side = run(call.backward, call.comm, "backward", tiles, *sides)
     (dq,), (dkv,) = q_side.shard_results, kv_side.shard_results
     grads = dq, *unfuse(dkv, k.shape[3])
-    dq, dk, dv = (_batch_first(grad).to(q.dtype) for grad in grads)
+    dq, dk, dv = (batch_first(grad).to(q.dtype) for grad in grads)
     learned_grads = Learned(
         None if learned.sinks is None else sinks_grad(learned.sinks, lse, delta),
         None if latent_kernel is None else latent_kernel.grad(),
@@ -200,11 +238,11 @@ class ForwardTiles(_Tiles):
         k, v = unfuse(pack(keys[0], tile.keys).transpose(0, 1), self.key_dim)
         scores = self.scores if self._ignores_positions else self._scores_at(tile, q)
         out, lse = self.kernel.forward(q, k, v, scores, tile.band)
-        values = _rows_first(out), lse.permute(2, 0, 1)
+        values = rows_first(out), lse.permute(2, 0, 1)
         _combine(copy if tile.first_on_rows else _merge, views, q_results, tile.rows, values)
 
     def _kernel_queries(self, queries: Tensors, rows: Ranges) -> Tensors:
-        return (_batch_first(pack(queries[0], rows)),)
+        return (batch_first(pack(queries[0], rows)),)
 
 
 class BackwardTiles(_Tiles):
@@ -230,9 +268,9 @@ class BackwardTiles(_Tiles):
         scores = self.scores if self._ignores_positions else self._scores_at(tile, q)
         dq, dk, dv = self.kernel.backward(tile_grad, scores, tile.band)
         combine = copy if tile.first_on_rows else add
-        _combine(combine, views, q_results, tile.rows, (_rows_first(dq),))
+        _combine(combine, views, q_results, tile.rows, (rows_first(dq),))
         combine = copy if tile.first_on_keys else add
-        grads = _rows_first(dk), _rows_first(dv)
+        grads = rows_first(dk), rows_first(dv)
         scatter(unfuse(k_results[0], self.key_dim), combine, tile.keys, grads)
 
     def _kernel_queries(self, queries: Tensors, rows: Ranges) -> Tensors:
@@ -243,7 +281,7 @@ class BackwardTiles(_Tiles):
             self._surrogate_out = self._own_out if is_own else SurrogateOut(dout)
         out = self._surrogate_out.read(rows, stats)
         lse, delta = pack(stats, rows).permute(1, 2, 3, 0).unbind(0)
-        q, dout, out = [_batch_first(pack(x, rows)) for x in (q, dout, out)]
+        q, dout, out = [batch_first(pack(x, rows)) for x in (q, dout, out)]
         return q, dout, out, lse, delta
 
 
@@ -260,31 +298,3 @@ def _combine(
 def _merge(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     """Combine by merging (out, lse) of other keys into the targets (out, lse)."""
     merge(*targets, *values)
-
-
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What out, lse, dq, dk, dv are summed in: float64 for float64, float32 for the rest."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def dense(x: Tensor) -> Tensor:
-    """x (..., d), contiguous in its last dimension, as kernels assume without a check."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _rows_first(x: Tensor) -> Tensor:
-    return x.transpose(0, 1)
-
-
-def _batch_first(x: Tensor) -> Tensor:
-    return x.transpose(0, 1)
-
-
-def fuse(k: Tensor, v: Tensor) -> Tensor:
-    """[K|V], so that one message carries both: (b, s, g, d), (b, s, g, e) -> (s, b, g, d + e)."""
-    return torch.cat((_rows_first(k), _rows_first(v)), dim=-1).contiguous()
-
-
-def unfuse(kv: Tensor, head_dim: int) -> Tensors:
-    """The two parts of [K|V] or [dK|dV], as views; `head_dim` is the last dimension of K."""
-    return kv.split_with_sizes((head_dim, kv.size(-1) - head_dim), -1)

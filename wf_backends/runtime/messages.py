@@ -35,6 +35,31 @@ PutRows = Callable[[Ranges, Tensors], None]
 """put(rows, values): put the values of these rows, packed as in `pack`, into some buffers."""
 
 
+def rows_first(x: Tensor) -> Tensor:
+    """(b, s, ...) -> (s, b, ...)."""
+    return x.transpose(0, 1)
+
+
+def batch_first(x: Tensor) -> Tensor:
+    """(s, b, ...) -> (b, s, ...)."""
+    return x.transpose(0, 1)
+
+
+def dense(x: Tensor) -> Tensor:
+    """x (..., d), contiguous in its last dimension, as kernels assume without a check."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def fuse(k: Tensor, v: Tensor) -> Tensor:
+    """[K|V], so that one message carries both: (b, s, g, d), (b, s, g, e) -> (s, b, g, d + e)."""
+    return torch.cat((rows_first(k), rows_first(v)), dim=-1).contiguous()
+
+
+def unfuse(kv: Tensor, head_dim: int) -> Tensors:
+    """The two parts of [K|V] or [dK|dV], as views; `head_dim` is the last dimension of K."""
+    return kv.split_with_sizes((head_dim, kv.size(-1) - head_dim), -1)
+
+
 def pack(buffer: Tensor, rows: Ranges) -> Tensor:
     """The rows of the ranges, one after another; for one range a view, or the buffer itself."""
     if len(rows) == 1:
@@ -73,6 +98,11 @@ def empty_rows(num_rows: int, templates: Tensors, dtypes: Dtypes | None = None) 
     """Uninitialised buffers like the templates, but of `num_rows` rows and, if given, `dtypes`."""
     pairs = zip(templates, dtypes or repeat(None), strict=False)
     return tuple([x.new_empty((num_rows, *x.shape[1:]), dtype=dtype) for x, dtype in pairs])
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What out, lse, dq, dk, dv are summed in: float64 for float64, float32 for the rest."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Accumulators(NamedTuple):

@@ -2,7 +2,8 @@
 
 A group of u ranks (lowering/ulysses_groups.py) exchanges heads for rows: every member gets all rows
 of the group, of some of the heads. Where u exceeds the number of key heads, several members get the
-same key head, and the gradients of these copies are summed.
+same key head, and the gradients of these copies are summed. Attention may compute a rank's heads in
+chunks, one after the other. By default all heads are one chunk.
 
 Shapes: s rows of this rank, n rows of the group (in sequence order), b batch, h heads, h' heads of
 one member, d head_dim.
@@ -20,8 +21,11 @@ from torch import Tensor
 from wf_backends.comm import NO_PASS, Communicator, Pass
 from wf_backends.lowering import Parcels, parcels
 from wf_backends.runtime.autograd import linear_map
-from wf_backends.runtime.messages import Messages, add, copy, scatter
+from wf_backends.runtime.messages import Messages, Tensors, add, copy, scatter
 from wf_backends.schedule import Range, Ranges, join, locate, size
+
+ComputeChunk = Callable[[int, Tensors], Tensors]
+"""(chunk, its heads of the group's rows) -> the results for these heads and rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +126,10 @@ class HeadGroup:
         """The query heads of a chunk that this rank gets."""
         return self.queries[chunk].heads[self.comm.rank]
 
-    def qkv(self, chunk: int) -> tuple[HeadExchange, ...]:
-        """The exchanges of q, k and v."""
-        return self.queries[chunk], self.keys[chunk], self.keys[chunk]
-
-    def out(self, chunk: int) -> tuple[HeadExchange, ...]:
-        """The exchange of out."""
-        return (self.queries[chunk],)
+    def exchanges(self, name: str, chunk: int) -> tuple[HeadExchange, ...]:
+        """The exchanges of q, k and v, or of out: `name` is "qkv" or "out"."""
+        queries, keys = self.queries[chunk], self.keys[chunk]
+        return (queries, keys, keys) if name == "qkv" else (queries,)
 
 
 def heads_for_tokens(x: Tensor, exchange: HeadExchange, comm: Communicator, label: str) -> Tensor:
@@ -193,3 +194,49 @@ def return_rows(
         for parcel in exchange.shard_parcels(me, member):
             messages.collect(parcel, (buffer,), put)
     return rows.transpose(0, 1)
+
+
+def run_chunks(group: HeadGroup, xs: Tensors, pass_name: str, compute: ComputeChunk) -> Tensors:
+    """The results of `compute` for all chunks of the heads, of this rank's rows and all heads.
+
+    While a chunk is computed, the next chunk's inputs and the previous chunk's results are
+    exchanged: only the first exchange of inputs and the last exchange of results are not
+    overlapped.
+
+    Args:
+        xs: the inputs, of this rank's rows and all heads: q, k and v, or in the backward dout.
+        pass_name: "forward" or "backward", in labels of messages.
+    """
+    inputs_name, results_name = ("qkv", "out") if pass_name == "forward" else ("out", "qkv")
+    label = f"{pass_name} ulysses {results_name}"
+    totals: Tensors = ()
+    results, next_inputs = (
+        Messages(group.comm, label),
+        _gather(group, pass_name, inputs_name, 0, xs),
+    )
+    for chunk in range(len(group.queries)):
+        inputs, chunk_xs = next_inputs
+        inputs.wait()
+        if chunk + 1 < len(group.queries):
+            next_inputs = _gather(group, pass_name, inputs_name, chunk + 1, xs)
+        ys, exchanges = compute(chunk, chunk_xs), group.exchanges(results_name, chunk)
+        if not totals:
+            pairs = zip(exchanges, ys, strict=True)
+            totals = tuple(exchange.empty_total(group.comm.rank, y) for exchange, y in pairs)
+        results.wait()
+        results = Messages(group.comm, label)
+        for exchange, y, total in zip(exchanges, ys, totals, strict=True):
+            return_rows(results, exchange, y, total)
+        results.post()
+    results.wait()
+    return totals
+
+
+def _gather(
+    group: HeadGroup, pass_name: str, name: str, chunk: int, xs: Tensors
+) -> tuple[Messages, Tensors]:
+    """Start the messages that gather a chunk's heads of xs; and the tensors that they fill."""
+    messages = Messages(group.comm, f"{pass_name} ulysses {name}")
+    pairs = zip(group.exchanges(name, chunk), xs, strict=True)
+    gathered = tuple(gather_rows(messages, exchange, x) for exchange, x in pairs)
+    return messages.post(), gathered
