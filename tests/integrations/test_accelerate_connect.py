@@ -34,6 +34,7 @@ from tests.integrations.transformers_models import batch  # noqa: E402
 from tests.integrations.trl_jobs import number_tokenizer  # noqa: E402
 from wf_transformers import Handle  # noqa: E402
 from wf_transformers.whole_batches.custom_loss import has_fused_head  # noqa: E402
+from wf_transformers.whole_batches.loaders import FUNCTIONS  # noqa: E402
 
 
 def test_connect_gives_the_handle_of_the_model() -> None:
@@ -223,6 +224,20 @@ def test_every_sample_is_read_under_a_parallelism_config(monkeypatch: pytest.Mon
             loader = accelerator.prepare_data_loader(torch.utils.data.DataLoader(list(range(8))))
         batches.append([batch.item() for batch in loader])
     assert batches == [[0, 2, 4, 6]] * 2 + [[1, 3, 5, 7]] * 2
+
+
+def test_a_loader_of_an_earlier_accelerate_gets_no_argument_that_it_does_not_know() -> None:
+    """Before its tensor parallelism accelerate had no `torch_device_mesh`."""
+
+    def prepare(
+        loader: Any, *, num_processes: int, process_index: int, dispatch_batches: Any
+    ) -> Any:
+        return num_processes, process_index, dispatch_batches
+
+    by_rank = {"num_processes": 4, "process_index": 3, "dispatch_batches": None}
+    functions = FUNCTIONS["prepare_data_loader"]
+    loader = torch.utils.data.DataLoader(list(range(4)), shuffle=True)
+    assert functions["prepare_data_loader"](2, prepare, loader, **by_rank) == (2, 1, False)
 
 
 def test_two_models_may_be_removed_in_any_order() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -133,12 +133,9 @@ class Comparison:
     ) -> tuple[Named, Named]:
         """(outputs, gradients of a loss in which every element of the outputs counts once)."""
         gradients: Named = {}
-        with ExitStack() as stack:
-            stack.enter_context(restored_numpy())
-            stack.enter_context(uncompiled())  # what observes it would be compiled too
-            stack.enter_context(torch.set_grad_enabled(self._backward))
-            if self._gather is not None:
-                stack.enter_context(_gathered_parameters(self.model, self._gather))
+        gathered = _gathered_parameters(self.model, self._gather) if self._gather else nullcontext()
+        # what observes the model would be compiled, too
+        with restored_numpy(), uncompiled(), torch.set_grad_enabled(self._backward), gathered:
             # a tile of a part has other rows than one of the whole
             with observed_outputs(self.model, observe, modules_in_tiles(self.model)):
                 output = self._call(kwargs, whole) if self._call else self.model(**kwargs)

@@ -131,7 +131,8 @@ def _prepare_data_loader(size: int, original: Function, *args: Any, **kwargs: An
             set_until(stack, accelerate.data_loader, "IterableDatasetShard", Stream)
             # else every group would read files of its own, and end after another number of samples
             set_until(stack, accelerate.data_loader, "is_datasets_available", lambda: False)
-        return original(*args, **kwargs | by_group)
+        # earlier versions of accelerate do not know all of them
+        return original(*args, **kwargs | {k: x for k, x in by_group.items() if k in kwargs})
 
 
 def _gather(size: int, original: Function, *args: Any, **kwargs: Any) -> Any:
