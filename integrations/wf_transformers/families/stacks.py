@@ -110,8 +110,9 @@ def cut_inside(model: PreTrainedModel, handle: Handle) -> None:
         for name, module in stack.named_modules():
             if name.lower().endswith(ATTENTION):
                 handle.set(module, IN_STACK, "cross" if name.endswith(CROSS) else "self")
-                if hasattr(module, "config") and handle.name:  # its own, as in MAE's decoder
-                    handle.set(module.config, "_attn_implementation", handle.name)
+                config = getattr(module, "config", None)  # its own, as in MAE's decoder
+                if config is not None and handle.name:
+                    handle.set(config, "_attn_implementation", handle.name)
         if (row := row_of(BY_ROW, stack)) is not None:
             take = partial(sharding.take_rows, *row)
             handle.hooks(*(x.register_forward_pre_hook(take, with_kwargs=True) for x in layers))
@@ -142,13 +143,13 @@ class _StackSharding:
     def __init__(self, handle: Handle, layers: nn.Module) -> None:
         self._sp, self._documents = handle.sp, handle.attention.documents
         self._layers, self._rng = layers, RankRng(handle.sp)
+        self._is_cross = any(name.endswith(CROSS) for name, _ in layers.named_modules())
 
     def before(self, stack: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Before a decoder: shard the encoder's output, for the keys and values of this rank."""
         refuse_partial_states(stack, kwargs, inside=True)  # a backbone asks for them itself
-        names = [ENCODER_STATES] if any(n.endswith(CROSS) for n, _ in stack.named_modules()) else []
-        states = {key: self.rows(kwargs[key]) for key in names if kwargs.get(key) is not None}
-        return args, kwargs | states
+        states = kwargs.get(ENCODER_STATES) if self._is_cross else None
+        return args, kwargs if states is None else kwargs | {ENCODER_STATES: self.rows(states)}
 
     def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Before the first layer."""
