@@ -264,8 +264,7 @@ def no_registry_error(model: nn.Module) -> str:
 
 
 def _refused_reason(model: nn.Module) -> str | None:
-    reasons = (row_of(REFUSED, module) for module in model.modules())
-    return next((reason for reason in reasons if reason), None)
+    return next(filter(None, (row_of(REFUSED, module) for module in model.modules())), None)
 
 
 def can_attend_over_ranks(model: PreTrainedModel) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from math import sqrt
 from typing import Any
 from zlib import crc32
@@ -12,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers.configuration_utils import PretrainedConfig
 
 from wf_backends import SequenceParallel
+from wf_transformers.replace import set_until
 
 NEFTUNE = "neftune_noise_alpha"
 HEADS = ("classifier", "summary")  # prefixes of config fields of pooling heads: not on parts
@@ -85,18 +87,15 @@ class WholeNoise:
     """
 
     def __init__(self) -> None:
-        self._alphas: list[tuple[nn.Module, float]] = []
+        self._undo = ExitStack()
 
     def enter(self, model: nn.Module, local_seqlen: int, seqlen: int) -> None:
         """Scale the noise for a call with `local_seqlen` of `seqlen` tokens, until `leave`."""
         for module in model.modules():
             alpha: Any = vars(module).get(NEFTUNE)
             if alpha is not None:
-                self._alphas.append((module, alpha))
-                setattr(module, NEFTUNE, alpha * sqrt(local_seqlen / seqlen))
+                set_until(self._undo, module, NEFTUNE, alpha * sqrt(local_seqlen / seqlen))
 
     def leave(self) -> None:
         """Restore the noise. A second call does nothing."""
-        while self._alphas:
-            module, alpha = self._alphas.pop()
-            setattr(module, NEFTUNE, alpha)
+        self._undo.close()

@@ -22,7 +22,7 @@ from wf_transformers.families.media_table import TABLE, media_arguments, media_o
 
 def take_media(model: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Take images and videos, and what describes them, out of the options of a call."""
-    names = [] if media_of(model) is None else media_arguments(model)
+    names = media_arguments(model)
     media = {name: x for name in names if (x := options.pop(name, None)) is not None}
     unknown = next((name for name in MEDIA if options.get(name) is not None), None)
     if unknown is not None:
