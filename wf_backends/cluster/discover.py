@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -133,12 +132,12 @@ def measured_topology(
             log.info("topology of %d ranks: from %s", comm.size, path)
         return from_dict(json.loads(cached)), True
     start = time.perf_counter()
-    topology = measure_topology(comm, hosts, device).to_dict()
+    measured = measure_topology(comm, hosts, device)
     seconds = time.perf_counter() - start
     # each rank has measured its own memory: all use the figure of rank 0
-    text = gather_texts(comm, json.dumps(topology, indent=2) if comm.rank == 0 else "")[0]
+    text = gather_texts(comm, json.dumps(measured.to_dict(), indent=2) if comm.rank == 0 else "")[0]
     if comm.rank == 0 and not fresh:
-        log.warning(_summary(json.loads(text), seconds) + save_text(path, text))
+        log.warning(_summary(measured, seconds) + save_text(path, text))
     return from_dict(json.loads(text)), False
 
 
@@ -151,14 +150,14 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     return cache / "wallfacer"
 
 
-def _summary(topology: Mapping[str, Any], seconds: float) -> str:
-    rates = {
-        name: f"{topology[name]['gigabits_per_s']:.3g} Gbit/s" for name in ("inside", "between")
-    }
-    links = [f"{rates['inside']} inside"] if topology["ranks_per_host"] > 1 else []
-    if topology["hosts"] > 1:
-        links.append(f"{rates['between']} for each of {topology['nics_per_host']} NICs of a host")
-    hosts = f"{topology['hosts']} hosts x {topology['ranks_per_host']} ranks"
+def _summary(topology: Topology, seconds: float) -> str:
+    inside, between = (
+        f"{link.bytes_per_s * 8e-9:.3g} Gbit/s" for link in (topology.inside, topology.between)
+    )
+    links = [f"{inside} inside"] if topology.ranks_per_host > 1 else []
+    if topology.hosts > 1:
+        links.append(f"{between} for each of {topology.nics_per_host} NICs of a host")
+    hosts = f"{topology.hosts} hosts x {topology.ranks_per_host} ranks"
     return f"measured {hosts} in {seconds:.1f} s: {', '.join(links) or 'no links'}; "
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush
 from itertools import zip_longest
 from math import inf
@@ -63,7 +64,7 @@ class Simulator:
         self.transfer_s = 0.0
         self._bytes: Counter[LinkEnd] = Counter()
         self._free_at: dict[LinkEnd, float] = {}
-        self._ends: dict[tuple[int, int], list[LinkEnd]] = {}
+        self._link_ends = cache(self._find_link_ends)
         self._spans: list[list[Span]] = [[] for _ in self.now]
 
     def cost(self) -> Cost:
@@ -147,13 +148,10 @@ class Simulator:
     def _link(self, end: LinkEnd) -> Link:
         return self.topology.between if end[0] else self.topology.inside
 
-    def _link_ends(self, rank: int, peer: int) -> list[LinkEnd]:
+    def _find_link_ends(self, rank: int, peer: int) -> list[LinkEnd]:
         """The link ends of a message between ranks of the route: each member sends to its peer."""
-        if (rank, peer) not in self._ends:
-            pairs = zip(self.groups.members(rank), self.groups.members(peer), strict=True)
-            ends_of_pairs = [link_ends(self.topology, *pair) for pair in pairs]
-            self._ends[rank, peer] = [end for ends in ends_of_pairs for end in ends]
-        return self._ends[rank, peer]
+        pairs = zip(self.groups.members(rank), self.groups.members(peer), strict=True)
+        return [end for pair in pairs for end in link_ends(self.topology, *pair)]
 
 
 def finish_times(queue: Sequence[tuple[float, float]], free_at: float) -> list[float]:
