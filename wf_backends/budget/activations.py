@@ -74,7 +74,8 @@ def activations(
     """
     kinds = model.kinds or (_llama_layer(model),)
     layer_input = model.hidden * model.itemsize * tokens
-    layer_saved = sum(kind.count * _saved(kind, options) for kind in kinds) * tokens / model.layers
+    saved = sum(k.count * (k.saved - (k.mlp_saved if options.tile else 0.0)) for k in kinds)
+    layer_saved = saved * tokens / model.layers
     loss = _loss(model, tokens, options)
     shared = tokens * (2 * model.itemsize * model.head_dim + TOKEN_BYTES)  # rotary cos and sin
     if options.checkpoints == "none":
@@ -90,11 +91,6 @@ def activations(
     attention = max(tokens * kind.attention + extra for kind, extra in pairs) + attention_bytes
     mlp = max(_mlp(model, kind, tokens, options) + extra for kind, extra in pairs)
     return Activations(kept, attention, mlp, loss, host)
-
-
-def _saved(layer: Layer, options: MemoryOptions) -> float:
-    """Bytes a token that a layer saves."""
-    return layer.saved - layer.mlp_saved if options.tile else layer.saved
 
 
 def _mlp(model: Decoder, layer: Layer, tokens: int, options: MemoryOptions) -> float:

@@ -9,17 +9,19 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from math import inf
 from os.path import isfile
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from wf_backends._validation import nearest, without_duplicates
 from wf_backends.cluster.topology import KernelRate, Link, Topology, from_dict
 
 MEASURE = "measure"  # instead of a name: the job measures its topology
-SUFFIXES = (".json", ".toml")
+READERS = MappingProxyType(  # by suffix
+    {".json": partial(json.loads, object_pairs_hook=without_duplicates), ".toml": tomllib.loads}
+)
 
 # Nominal figures of the makers. Kernel rates: flash-attn 2's of its paper (arXiv 2307.08691), 73 %
 # and 63 % of an A100's 312 TFLOP/s, 335 TFLOP/s on an H100; torch's on an H100 (cuDNN) as measured
@@ -50,9 +52,9 @@ def check_source(source: object) -> None:
         ValueError: if it is no preset, no .json or .toml file, and not "measure".
     """
     known = (*PRESETS, MEASURE)
-    if source not in known and not str(source).endswith(SUFFIXES):
+    if source not in known and not str(source).endswith(tuple(READERS)):
         raise ValueError(
-            f"topology must be one of {list(known)}, or a {' or '.join(SUFFIXES)} file, got "
+            f"topology must be one of {list(known)}, or a {' or '.join(READERS)} file, got "
             f"{source!r}{nearest(source, known)}"
         )
 
@@ -74,16 +76,16 @@ def load(source: str, size: int | None = None) -> Topology:
             return preset
         return one_host(size) if preset.hosts == 1 else preset.with_ranks(size)
     path = Path(source)
-    if path.suffix not in SUFFIXES or not isfile(path):
+    if path.suffix not in READERS or not isfile(path):
         hint = nearest(source, PRESETS)
         if source == MEASURE:
             hint = ", which takes a job: mpirun -n 8 wallfacer bench-links --out topology.json"
         raise ValueError(
-            f"topology must be one of {list(PRESETS)}, or a {' or '.join(SUFFIXES)} file that "
+            f"topology must be one of {list(PRESETS)}, or a {' or '.join(READERS)} file that "
             f"exists; got {source!r}{hint}"
         )
     try:
-        topology = from_dict(_read(path))
+        topology = from_dict(READERS[path.suffix](path.read_text()))
         if size is not None and size > topology.size:
             raise ValueError(f"it has {topology.size} ranks, but {size} share a sequence")
         return topology if size is None else topology.with_ranks(size)
@@ -116,10 +118,3 @@ def load_extended(source: str, ranks: int) -> tuple[Topology, int]:
 def one_host(size: int) -> Topology:
     """The one-host preset for `size` ranks; its memory is unknown, and so unlimited."""
     return replace(PRESETS["one-host"], ranks_per_host=size, memory_bytes=inf)
-
-
-def _read(path: Path) -> Any:
-    text = path.read_text()
-    if path.suffix == ".toml":
-        return tomllib.loads(text)
-    return json.loads(text, object_pairs_hook=without_duplicates)

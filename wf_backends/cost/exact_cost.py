@@ -17,7 +17,6 @@ from wf_backends.lowering import (
     RankProgram,
     Round,
     RowBytes,
-    Step,
     lower,
     tile_area,
     wasted_area,
@@ -100,11 +99,6 @@ def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Itera
         sent = ((parcel.peer, parcel.num_rows * row_bytes) for parcel in parcels)
         return [(peer, num_bytes) for peer, num_bytes in sent if peer != program.rank and num_bytes]
 
-    def partials(step: Step | None) -> MessageSizes:
-        if step is None:
-            return []
-        return messages((*step.partial_out, *step.reduce_out), rows.walk.partial)
-
     def phase_round(program_round: Round) -> PhaseRound:
         tiles = program_round.tiles
         scores = sum(tile_area(tile) + wasted_area(tile, rate.diagonal_keys) for tile in tiles)
@@ -117,13 +111,14 @@ def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Itera
         )
 
     yield RankPhase(f"{kind.name} gather", messages(program.walk.send, rows.walk.gathered))
-    previous, busy = None, set(program.busy_steps)
+    busy = set(program.busy_steps)
+    partials: MessageSizes = ()  # of the step before
     for index, step in enumerate(program.steps):
         phase = RankPhase(f"{kind.name} step {index}")
         if index in busy:
             forwarded = messages((*step.hop_out, *step.owner_out), rows.walk.row)
             rounds = tuple(map(phase_round, step.rounds))
-            phase = replace(phase, hop=[*forwarded, *partials(previous)], rounds=rounds)
+            phase = replace(phase, hop=[*forwarded, *partials], rounds=rounds)
         yield phase
-        previous = step
-    yield RankPhase(f"{kind.name} reduce", partials(previous))
+        partials = messages((*step.partial_out, *step.reduce_out), rows.walk.partial)
+    yield RankPhase(f"{kind.name} reduce", partials)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import floor, log10
 
-from wf_backends.planner.plan import TIE, Choice, Plan, Request, busiest_link
+from wf_backends.planner.plan import TIE, Plan, Request, busiest_link
 from wf_backends.planner.proxy import representative
 from wf_backends.schedule import Placed
 
@@ -39,15 +39,13 @@ def scheme(plan: Plan, size: int) -> str:
         name = f"{family}Ulysses {choice.degree} x {routes}"
     else:
         name = "Ring Attention" if is_ring else routes
-    return ", ".join([name, *_details(choice)])
-
-
-def _details(choice: Choice) -> list[str]:
-    """What a choice says beyond the name of its scheme."""
-    details = [f"its ranks {choice.stride} apart"] if choice.stride > 1 else []
-    details += [f"heads in {choice.chunks} parts"] if choice.chunks > 1 else []
-    details += ["queries move back"] if choice.moves == "queries" else []
-    return details + (["gathered rows kept"] if choice.keep else [])
+    details = {
+        f"its ranks {choice.stride} apart": choice.stride > 1,
+        f"heads in {choice.chunks} parts": choice.chunks > 1,
+        "queries move back": choice.moves == "queries",
+        "gathered rows kept": choice.keep,
+    }
+    return ", ".join([name, *(detail for detail, holds in details.items() if holds)])
 
 
 def _route_name(placed: Placed, size: int) -> str:
