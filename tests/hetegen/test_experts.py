@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tests.hetegen.models import fast_device, max_memory, streamed_bytes
 from wf_backends.hetegen import dispatch_model
+from wf_backends.hetegen.modules import find_weights
 
 NUM_EXPERTS, WIDTH, HIDDEN = 4, 16, 48
 
@@ -109,6 +110,13 @@ def test_outputs_and_state_are_exact_and_only_experts_with_tokens_are_copied(
     assert 0 < sum(streamed[name] for name in with_tokens) <= copied < sum(streamed.values())
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert "forward" not in vars(model.experts)
+
+
+@pytest.mark.parametrize("name", ["0", "expert_0"], ids=["Mixtral", "NLLB-MoE and Switch"])
+def test_linears_of_experts_are_known_by_the_name_of_their_module(name: str) -> None:
+    expert = nn.ModuleDict({"up": nn.Linear(WIDTH, 64)})
+    model = nn.ModuleDict({"experts": nn.ModuleDict({name: expert}), "last": nn.Linear(64, 64)})
+    assert [weight.linear.expert for weight in find_weights(model)] == [f"experts.{name}", ""]
 
 
 def test_experts_for_a_token_are_those_of_the_text_in_a_model_with_images() -> None:

@@ -17,7 +17,7 @@ from wf_backends.hetegen.weights import Linear
 
 MIN_ROWS = 16  # smaller linears are not worth a split: routers, heads of few classes
 FALCON_LINEAR = "FalconLinear"  # a subclass of nn.Linear in transformers
-EXPERT_NAME = re.compile(r"((?:.*\.)?experts)\.\d+(?=\.)")
+EXPERT_NAME = re.compile(r"((?:.*\.)?experts)\.(?:expert_)?\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
