@@ -46,15 +46,11 @@ class Region:
             raise ValueError(
                 f"slices of {self.length} rows: they have to be multiples of {self.flow.alignment}"
             )
-        if self.length < self.rows_before:
+        before = rows_before(self.flow, self.overwritten)
+        if self.length < before:
             raise ValueError(
-                f"slices of {self.length} rows: they read {self.rows_before} rows before their own"
+                f"slices of {self.length} rows: they read {before} rows before their own"
             )
-
-    @property
-    def rows_before(self) -> int:
-        """How many rows of `overwritten` a slice reads that the slice in front of it writes."""
-        return rows_before(self.flow, self.overwritten)
 
 
 def rows_before(flow: Flow, node: fx.Node | None) -> int:
@@ -157,7 +153,7 @@ class ChunkedRegion(nn.Module):
         super().__init__()
         flow, overwritten = region.flow, region.overwritten
         self.overwritten_index: int | None = None  # of the input that the last output overwrites
-        self.is_late = region.rows_before > 0
+        self.is_late = rows_before(flow, overwritten) > 0
         allocated = flow.outputs
         if overwritten is not None:
             self.overwritten_index = [node for node, _ in flow.inputs].index(overwritten)

@@ -46,10 +46,6 @@ class Candidate:
     outside_peak_step: int
     overwritten: fx.Node | None  # the input that the flow's end overwrites
 
-    @property
-    def num_steps(self) -> int:
-        return len(self.window)
-
     @cached_property
     def max_slices(self) -> int:
         halo = rows_before(self.flow, self.overwritten)

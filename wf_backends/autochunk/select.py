@@ -56,7 +56,7 @@ class Chosen:
 
     def overlaps(self, lo: int, hi: int) -> bool:
         """Whether any of steps [lo, hi] belongs to a layer."""
-        reach = self.first.num_steps
+        reach = len(self.first.window)
         return any(start <= hi and lo < start + reach for start in self.layers)
 
 
@@ -165,7 +165,8 @@ class Search:
         for choice in choices:
             peak_of = {c: c.peak(choice.num_slices) for c in choice.layers.values()}
             for lo, candidate in choice.layers.items():
-                peaks[lo : lo + candidate.num_steps] = [0] * candidate.num_steps
+                num_steps = len(candidate.window)
+                peaks[lo : lo + num_steps] = [0] * num_steps
                 peak, step = peak_of[candidate], candidate.hi
                 if peak == candidate.outside_peak:
                     step = candidate.outside_peak_step
@@ -202,7 +203,7 @@ class Search:
 
     def candidates(self, choice: Chosen) -> list[Candidate]:
         """The candidates of a choice, each with the operators of its own layer."""
-        dim, reach = choice.first.flow.end.dim, choice.first.num_steps
+        dim, reach = choice.first.flow.end.dim, len(choice.first.window)
         found = (self._candidate_in(lo, lo + reach - 1, dim) for lo in choice.layers)
         return [candidate for candidate in found if candidate is not None]
 
@@ -241,7 +242,7 @@ class Search:
     def _candidate_like(self, first: Candidate, lo: int) -> Candidate | None:
         """The candidate of the steps from `lo` on, which have the operators of `first`; `first`
         itself if as many bytes are live at each of them."""
-        hi, live = lo + first.num_steps - 1, self.steps.live
+        hi, live = lo + len(first.window) - 1, self.steps.live
         if live[lo : hi + 2] == live[first.lo : first.hi + 2]:
             return first
         return self._candidate_in(lo, hi, first.flow.end.dim)

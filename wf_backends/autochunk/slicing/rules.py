@@ -23,7 +23,6 @@ from wf_backends.autochunk.slicing import (
     rules_attention,
     rules_elementwise,
     rules_products,
-    rules_select,
     rules_space,
     rules_views,
 )
@@ -43,7 +42,6 @@ TABLE: Table = {
     **rules_attention.TABLE,
     **rules_elementwise.TABLE,
     **rules_products.TABLE,
-    **rules_select.TABLE,
     **rules_space.TABLE,
     **rules_views.TABLE,
 }

@@ -25,7 +25,7 @@ from wf_backends.autochunk.slicing.call import (
     same_rows_if,
     table,
 )
-from wf_backends.autochunk.slicing.rules_select import outside
+from wf_backends.autochunk.slicing.rules_views import outside
 
 
 def windows_of(

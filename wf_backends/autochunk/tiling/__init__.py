@@ -5,7 +5,6 @@ refuses what computes with the number of rows; `training_peak` predicts memory o
 `tiles` applies `tiled_call` and `tiled_loss`.
 """
 
-from wf_backends.autochunk.tiling.handle import Handle
 from wf_backends.autochunk.tiling.tiled_call import TiledCall
 from wf_backends.autochunk.tiling.tiles import Tiles, modules_in_tiles, tile_modules
 from wf_backends.autochunk.tiling.training import (
@@ -16,7 +15,6 @@ from wf_backends.autochunk.tiling.training import (
 )
 
 __all__ = [
-    "Handle",
     "TiledCall",
     "Tiles",
     "TrainingPlan",
