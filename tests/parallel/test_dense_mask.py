@@ -53,6 +53,12 @@ def test_additive_mask_of_equal_samples_is_the_bool_mask():
     assert slices_of_mask(additive) == slices_of_mask(mask) == SLICES["prefix_lm"]
 
 
+def test_mask_of_two_samples_may_be_expanded_to_heads():
+    mask = dense(SLICES["prefix_lm"])
+    expanded = mask.repeat(2, 1, 1, 1).expand(2, 4, -1, -1)
+    assert slices_of_mask(expanded) == slices_of_mask(mask)
+
+
 @pytest.mark.parametrize(
     ("mask", "message"),
     [

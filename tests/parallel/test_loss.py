@@ -93,6 +93,12 @@ def test_labels_of_any_integer_dtype_give_the_loss_of_int64(dtype: torch.dtype) 
     assert torch.equal(*grads)
 
 
+def test_every_byte_is_a_label_that_counts() -> None:
+    """Also 156, which torch takes for -100 in uint8."""
+    labels = torch.arange(256)
+    assert count_valid(labels.to(torch.uint8)) == 256
+
+
 def test_labels_of_another_shape_than_the_logits_are_refused() -> None:
     with pytest.raises(ValueError, match=r"labels must have the shape .*\(2, 7\), got \(2, 6\)"):
         token_loss(torch.zeros(2, 7, VOCAB), torch.zeros(2, 6, dtype=torch.int64), 1)

@@ -67,7 +67,7 @@ def slices_of_mask(mask: Tensor) -> SliceArguments:
             f"mask must be bool, or 0 where a key is seen and at most {HIDDEN:g} where it is not, "
             "got other values: a bias is no mask"
         )
-    visible = (mask if mask.dtype == torch.bool else mask == 0).view(-1, *mask.shape[-2:])
+    visible = (mask if mask.dtype == torch.bool else mask == 0).reshape(-1, *mask.shape[-2:])
     if bool((visible != visible[:1]).any()):
         raise ValueError(
             f"mask {tuple(mask.shape)} differs between samples or heads, and slices hold for all: "

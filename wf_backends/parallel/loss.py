@@ -49,7 +49,7 @@ def token_loss(
 
 def count_valid(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
     """The number of labels other than ignore_index, an int64 scalar on the labels' device."""
-    return (labels != ignore_index).sum()
+    return (labels.long() != ignore_index).sum()  # to torch.uint8, -100 is 156
 
 
 def at_least_one(num_valid: Tensor | int) -> Tensor | int:
