@@ -15,7 +15,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wf_backends.parallel import IGNORE_INDEX
+from wf_backends.parallel import count_valid
 from wf_transformers.comparison.runs import LOSS
 from wf_transformers.rng import generators_of
 from wf_transformers.whole_batches.custom_loss import NUM_ITEMS
@@ -152,7 +152,7 @@ def _loss(
     state.num_processes = num_processes // hooks.handle.sp.size if alone else num_processes
     if counts_labels:
         ranks = state.num_processes if trainer.args.average_tokens_across_devices else 1
-        kwargs[NUM_ITEMS] = ranks * (batch["labels"] != IGNORE_INDEX).sum()
+        kwargs[NUM_ITEMS] = ranks * count_valid(batch["labels"])
     try:
         with trainer.compute_loss_context_manager():
             return {LOSS: trainer.compute_loss(hooks.model, dict(batch), **kwargs)}
