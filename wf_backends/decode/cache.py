@@ -47,6 +47,8 @@ BLOCK = 128
 """Tokens that a rank takes before another does, and that are dropped at once: a rank whose tokens
 lie in few ranges calls few kernels."""
 
+Masks = list[tuple[slice, Mask]]  # (samples, their mask); all samples together
+
 
 class KeyValueCache(Shared):
     """The keys and values that one layer's attention has seen, on the ranks of `sp`.
@@ -67,10 +69,7 @@ class KeyValueCache(Shared):
     """
 
     def __init__(
-        self,
-        sp: SequenceParallel,
-        window_size: tuple[int, int] = (-1, -1),
-        slack: int = SLACK,
+        self, sp: SequenceParallel, window_size: tuple[int, int] = (-1, -1), slack: int = SLACK
     ) -> None:
         layout = sp.config.layout
         if LAYOUTS[layout].needs_documents or LAYOUTS[layout].needs_slices:
@@ -239,18 +238,9 @@ class KeyValueCache(Shared):
             self._kv = torch.cat((self._kv, fuse(k, v)))
 
     def _over_own_keys(
-        self,
-        tiles: ForwardTiles,
-        rows: Ranges,
-        masks: Sequence[tuple[slice, Mask]],
-        q: Tensor,
-        v: Tensor,
+        self, tiles: ForwardTiles, rows: Ranges, masks: Masks, q: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(out (n, b, h, e), lse (n, b, h)) of new tokens at `rows` over this rank's keys.
-
-        Args:
-            masks: (samples, their mask); all samples together.
-        """
+        """(out (n, b, h, e), lse (n, b, h)) of new tokens at `rows` over this rank's keys."""
         assert self._kv is not None
         queries, dtype = q.transpose(0, 1), accumulator_dtype(q.dtype)
         out = q.new_zeros((*queries.shape[:-1], v.shape[-1]), dtype=dtype)
@@ -263,10 +253,8 @@ class KeyValueCache(Shared):
         return out, lse
 
 
-def _masks(
-    mask: Mask, starts: Sequence[int], num_samples: int, stop: int
-) -> list[tuple[slice, Mask]]:
-    """(samples, their mask of `stop` tokens): padding before a start is a document of its own."""
+def _masks(mask: Mask, starts: Sequence[int], num_samples: int, stop: int) -> Masks:
+    """The masks of `stop` tokens: padding before a start is a document of its own."""
     if len(starts) != num_samples or not all(0 <= start < stop for start in starts):
         raise ValueError(
             f"starts must be a token from 0 to {stop - 1} for each of the {num_samples} samples, "

@@ -22,9 +22,6 @@ from wf_backends.comm import Communicator, Message, Pending
 from wf_backends.lowering import Parcel
 from wf_backends.schedule import Ranges
 
-SPAN_PREFIX = "wallfacer "
-"""Of the names of our spans in a profile of torch.profiler."""
-
 _NO_SPAN = nullcontext()
 
 Tensors = tuple[Tensor, ...]
@@ -149,7 +146,7 @@ class Total:
 def span(activity: str, label: str) -> AbstractContextManager[object]:
     """A span in the profile. Without a profiler nothing: a span costs as much as a kernel call."""
     profiled = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-    return record_function(f"{SPAN_PREFIX}{activity} {label}") if profiled else _NO_SPAN
+    return record_function(f"wallfacer {activity} {label}") if profiled else _NO_SPAN
 
 
 class Messages:
