@@ -22,7 +22,7 @@ from tests.autochunk.tiling.helpers import WIDTH as NARROW
 from tests.autochunk.tiling.helpers import TwoLayers, tiled_modules
 from wf_backends.autochunk.graph import StorageTracker
 from wf_backends.autochunk.tiling import TrainingPlan, apply_training, plan_training
-from wf_backends.autochunk.tiling.row_counts import refuse_row_counts
+from wf_backends.autochunk.tiling.fake_runs import refuse_row_counts
 from wf_backends.autochunk.tiling.tiles import Tiles
 
 FEW_ROWS = 128  # where a plan is made again and again for more tiles

@@ -1,8 +1,8 @@
 """Training under a memory budget: modules, logits and loss are computed tile by tile.
 
-In reading order: `training` plans; `tileable` proves on the graph what may be tiled; `row_counts`
-refuses what computes with the number of rows; `training_peak` predicts memory on fake tensors;
-`tiles` applies `tiled_call` and `tiled_loss`.
+In reading order: `training` plans; `tileable` proves on the graph what may be tiled; `fake_runs`
+predicts memory, and refuses what computes with the number of rows; `tiles` applies `tiled_call` and
+`tiled_loss`.
 """
 
 from wf_backends.autochunk.tiling.tiled_call import TiledCall

@@ -28,12 +28,11 @@ from wf_backends.autochunk.graph import (
     planning_lock,
     register_containers,
 )
+from wf_backends.autochunk.tiling.fake_runs import refuse_row_counts, training_peak
 from wf_backends.autochunk.tiling.handle import Handle
-from wf_backends.autochunk.tiling.row_counts import refuse_row_counts
 from wf_backends.autochunk.tiling.tileable import Candidate, candidates, head_candidate
 from wf_backends.autochunk.tiling.tiled_loss import torch_has_the_loss
 from wf_backends.autochunk.tiling.tiles import Tiles, install, tile_modules
-from wf_backends.autochunk.tiling.training_peak import training_peak
 
 MIN_INNER_RATIO = 2
 """A module is worth tiling if inner_bytes / io_bytes is at least this."""
