@@ -184,3 +184,5 @@ def error_of_measuring(comm: Communicator, hosts: list[str], folder: str) -> str
 def test_hosts_whose_ranks_alternate_are_refused(tmp_path: Path) -> None:
     errors = run_processes(4, error_of_measuring, ["a", "b", "a", "b"], str(tmp_path))
     assert all("ranks 0 and 1 should share host 0" in error for error in errors)
+    assert all("Start as many ranks on every host" in error for error in errors)
+    assert not any("bench-links" in error for error in errors)  # that is what was run

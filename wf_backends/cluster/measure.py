@@ -45,7 +45,7 @@ def measure_topology(comm: Communicator, hosts: Sequence[str], device: torch.dev
     nominal = replace(
         PRESETS["one-host"], name=name, hosts=num_hosts, ranks_per_host=per_host, nics_per_host=1
     )
-    check_job(nominal, hosts)
+    check_job(nominal, hosts, "Start as many ranks on every host, numbered host by host")
     open_connections(Timer(comm, device), per_host)
     timer, kernel = Timer(comm, device, NO_REPEATS_AFTER_S), KernelTimer(device)
     tile, _ = kernel.tiles(kernel.sizes.overlapped)

@@ -163,7 +163,7 @@ class ClosedForm:
                     yield count, axis.hop(walker_bytes + results)
             first_hop += num_hops
         last = partial_bytes[min(live_hops, 2)]
-        yield 1, shape.hops[0][1].hop(last) if last and shape.hops else NOTHING
+        yield 1, shape.hops[0][1].hop(last) if last else NOTHING
 
     def _calls_s(self) -> float:
         """Seconds of a step's kernel calls, without their FLOPs.
