@@ -161,7 +161,7 @@ LONG: dict[str, str] = {
     "cache_argument",
     "tests/autochunk/test_changed_models.py": r"is_used\[(forward hook|no bias|linear\]|wider "
     r"weight|number\])",
-    "tests/autochunk/test_diffusers.py": rf"{all_but('deep_compression')}|pipeline",
+    "tests/autochunk/test_diffusers.py": rf"{all_but('deep_compression')}|pipeline|compiled",
     "tests/autochunk/test_evoformer_unet.py": "fused|unet_condition|to_the_least|unet-eager",
     "tests/autochunk/test_search.py": "in_another_process",
     "tests/autochunk/test_overwrite.py": "reversed_rows|float32|compile|drawn|residual_stream",

@@ -121,12 +121,19 @@ def test_planned_lengths_are_compiled_once_as_one_graph(model: nn.Module) -> Non
     """Also for other tensors: no guard holds their ids."""
     chunked = chunk(model, torch.randn(SIZE))
     compiled = torch.compile(chunked, fullgraph=True, backend="eager")
-    compiled._compile_kwargs = {
-        "fullgraph": True
-    }  # as Lightning does, in a torch.compile of its own
+    compiled._compile_kwargs = {"fullgraph": True}  # as Lightning's own torch.compile does
     assert_equal_outputs(model, compiled, torch.randn(SIZE))
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert_equal_outputs(model, compiled, torch.randn(SIZE))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@torch.no_grad()
+def test_expanded_input_is_read_in_slices_under_torch_compile() -> None:
+    """torch refuses operators that write to one; that is how slices are kept in order."""
+    model, x = Attention(), torch.randn(1, 1, 16).expand(SIZE)
+    compiled = torch.compile(chunk(model, x), backend="aot_eager")
+    assert_equal_outputs(model, compiled, x)
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -377,3 +377,14 @@ def test_peak_of_convolutions_holds_under_torch_compile() -> None:
     model = Lambda(residual, nn.Conv2d(8, 8, 3, padding=1)).to(memory_format=torch.channels_last)
     image = torch.randn(1, 8, 256, 128).to(memory_format=torch.channels_last)
     assert_peak_holds_compiled(model, image)
+
+
+def test_peak_of_elementwise_operators_holds_under_torch_compile() -> None:
+    """Each slice is there once."""
+
+    def normalize(x: Tensor, first: nn.Module, last: nn.Module) -> Tensor:
+        x = first(x + 1)
+        return last((x - x.mean()).relu())
+
+    model = Lambda(normalize, nn.Linear(16, 64), nn.Linear(64, 4))
+    assert_peak_holds_compiled(model, torch.randn(1, 1024, 16))

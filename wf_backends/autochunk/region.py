@@ -153,6 +153,12 @@ class ChunkedRegion(nn.Module):
         super().__init__()
         flow, overwritten = region.flow, region.overwritten
         self.overwritten_index: int | None = None  # of the input that the last output overwrites
+        # inputs that slices read rows of; torch refuses to write to an expanded one
+        self.sliced = [
+            index
+            for index, (node, dim) in enumerate(flow.inputs)
+            if dim is not None and node is not overwritten and not _is_expanded(node.meta["val"])
+        ]
         self.is_late = rows_before(flow, overwritten) > 0
         allocated = flow.outputs
         if overwritten is not None:
@@ -180,27 +186,35 @@ class ChunkedRegion(nn.Module):
             results = iteration.body(*slices)
             writes = [*late, *zip(outputs, iteration.outputs, results, strict=True)]
             late = [writes.pop()] if self.is_late else []
-            _write(writes, results)
+            read = [inputs[index] for index in self.sliced]
+            _write(writes, [rows for _, _, rows in late], read)
             del results, writes  # frees a slice's results before the next slice begins
-        _write(late, [])
+        _write(late, [], [])
         return outputs
 
 
-def _write(writes: Iterable[Write], computed: list[torch.Tensor]) -> None:
-    """Writes slices, after `computed` has read what they overwrite."""
+def _write(writes: Iterable[Write], computed: list[torch.Tensor], read: list[torch.Tensor]) -> None:
+    """Writes slices, after `computed` has read what they overwrite and before the next slice reads
+    its rows of `read`."""
     for output, (dim, lo, hi), rows in writes:
         if torch.compiler.is_compiling():
-            _write_rows(output, dim, lo, rows, computed)
+            _write_rows(output, dim, lo, rows, computed, read)
         else:
             output.narrow(dim, lo, hi - lo).copy_(rows)
 
 
-@torch.library.custom_op("wallfacer::write_rows", mutates_args=("output",))
+@torch.library.custom_op("wallfacer::write_rows", mutates_args=("output", "read"))
 def _write_rows(
-    output: torch.Tensor, dim: int, lo: int, rows: torch.Tensor, computed: Sequence[torch.Tensor]
+    output: torch.Tensor,
+    dim: int,
+    lo: int,
+    rows: torch.Tensor,
+    computed: Sequence[torch.Tensor],
+    read: Sequence[torch.Tensor],
 ) -> None:
-    """For inductor: copies that it can see it moves behind the last slice, so that all slices are
-    alive, and a slice that nothing needs yet (`computed`) behind the write to its input."""
+    """For inductor, which would run slices side by side, all of them alive: copies that it can see
+    it moves behind the last slice, `computed` behind the write, and what later slices compute from
+    `read` before it. To keep that order `read` is said to be written to; it is not."""
     output.narrow(dim, lo, rows.shape[dim]).copy_(rows)
 
 
@@ -241,6 +255,10 @@ def _slice_source(
         return node
     args = node, source.dim, lo - first, hi - first
     return graph.call_function(torch.ops.aten.slice.Tensor, args)
+
+
+def _is_expanded(value: torch.Tensor) -> bool:
+    return any(n > 1 and stride == 0 for n, stride in zip(value.shape, value.stride(), strict=True))
 
 
 def _narrow(value: torch.Tensor, cut: Cut | None) -> torch.Tensor:
