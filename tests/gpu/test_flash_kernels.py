@@ -19,7 +19,7 @@ from wf_backends.kernels.alibi import AlibiKernel
 from wf_backends.kernels.flash import FlashKernel, flash_attn_2, flash_attn_3
 from wf_backends.kernels.merge import Operators
 from wf_backends.kernels.sdpa import EFFICIENT, SdpaKernel, masked_operators
-from wf_backends.kernels.sdpa_cuda import FLASH, cuda_backward, cuda_forward
+from wf_backends.kernels.sdpa_cuda import FLASH, flash_backward, flash_forward
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
 TILES = [
@@ -144,7 +144,7 @@ def meta_tensors() -> tuple[Tensor, Tensor]:
 
 def test_the_installed_torch_accepts_our_arguments_of_its_flash_forward():
     q, k = meta_tensors()
-    out, lse = cuda_forward(q, k, k, SCORES, Band(3, 30))
+    out, lse = flash_forward(q, k, k, SCORES, Band(3, 30))
     assert (out.shape, lse.shape) == (q.shape, (2, 4, 24))
     assert lse.dtype == torch.float32
 
@@ -152,7 +152,7 @@ def test_the_installed_torch_accepts_our_arguments_of_its_flash_forward():
 def test_the_installed_torch_accepts_our_arguments_of_its_flash_backward():
     q, k = meta_tensors()
     lse = torch.empty(2, 4, 24, dtype=torch.float32, device="meta")
-    grads = cuda_backward(TileGrad(q, q, k, k, q, lse, lse), SCORES, Band(3, 30))
+    grads = flash_backward(TileGrad(q, q, k, k, q, lse, lse), SCORES, Band(3, 30))
     assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
 
 

@@ -33,7 +33,7 @@ CUDNN_MULTIPLE = 128  # of rows and keys of a tile for cuDNN
 MIN_CUT_SCORES = 2**28  # rows x keys x heads from which a shifted causal tile is cut for cuDNN
 
 
-def cuda_forward(
+def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
 ) -> tuple[Tensor, Tensor]:
     """A sub-tile of `split_window`; see Kernel.forward.
@@ -48,7 +48,7 @@ def cuda_forward(
     return out, lse
 
 
-def cuda_backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
+def flash_backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
     """A sub-tile of `split_window`; see Kernel.backward. The operator computes delta again."""
     dout, q, k, v, out, lse, _ = tile
     rows, keys = q.shape[1], k.shape[1]
@@ -120,7 +120,7 @@ def _laid_out_like(q: Tensor, x: Tensor) -> Tensor:
 
 
 CUDNN = Operators("cudnn", split_causal, cudnn_forward, cudnn_backward)
-FLASH = Operators("flash", split_window, cuda_forward, cuda_backward)
+FLASH = Operators("flash", split_window, flash_forward, flash_backward)
 
 
 @dataclass(frozen=True, slots=True)
