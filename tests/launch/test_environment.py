@@ -54,6 +54,10 @@ ENVIRONMENTS = {
         JobProcess("mpich", 3, 8, None, None),
     ),
     "slurm": (SLURM, JobProcess("slurm", 3, 8, 1, None, "gpu03", SLURM_PORT)),
+    "slurm with one task": (
+        SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+        JobProcess("slurm", 0, 1, 1, None),
+    ),
     "slurm with pmi2": (
         SLURM | {"PMI_RANK": "3", "PMI_SIZE": "8"},
         JobProcess("slurm", 3, 8, 1, None, "gpu03", SLURM_PORT),

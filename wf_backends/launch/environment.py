@@ -90,7 +90,7 @@ def detect(environ: Mapping[str, str]) -> JobProcess:
         )
     if launcher.name == "environment" and size == 1:
         return single
-    address, port = _store_address(environ, launcher)
+    address, port = _store_address(environ, launcher, size)
     return JobProcess(
         launcher.name,
         rank,
@@ -125,8 +125,13 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
 
-def _store_address(environ: Mapping[str, str], launcher: Launcher) -> tuple[str | None, int | None]:
-    """(host, port) of the rendezvous' store; under Slurm by the step's first node and number."""
+def _store_address(
+    environ: Mapping[str, str], launcher: Launcher, size: int
+) -> tuple[str | None, int | None]:
+    """(host, port) of the rendezvous' store; under Slurm by the step's first node and number.
+
+    One rank takes any free port: a step of one task may start several programs.
+    """
     if "MASTER_ADDR" in environ:
         if not environ["MASTER_ADDR"]:
             raise ValueError("MASTER_ADDR is empty: set it to the host of rank 0, or unset it")
@@ -134,7 +139,7 @@ def _store_address(environ: Mapping[str, str], launcher: Launcher) -> tuple[str 
         if port is not None and port not in PORTS:
             raise ValueError(f"MASTER_PORT must be a port from 1 to {PORTS[-1]}, got {port}")
         return environ["MASTER_ADDR"], DEFAULT_PORT if port is None else port
-    if launcher.name != "slurm":
+    if launcher.name != "slurm" or size == 1:
         return None, None
     nodes = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodelist = next((environ[name] for name in nodes if name in environ), "localhost")
