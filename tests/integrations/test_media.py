@@ -75,6 +75,19 @@ def run_on_one_device(family: str, inputs: dict[str, Any]) -> Result:
     return with_token_loss(model, logits, inputs)
 
 
+def on_ranks(
+    family: str, fn: Callable[[Any, Any], Any], size: int = 2, layout: str = "zigzag"
+) -> list[Any]:
+    """fn(model, sp) of an attached model on each rank."""
+
+    def rank(comm: Any) -> Any:
+        sp, model = sequence_parallel(comm, layout), build(family)
+        wf_transformers.attach_model(model, sp)
+        return fn(model, sp)
+
+    return run_threads(size, rank)
+
+
 def assert_exact(
     family: str,
     size: int,
@@ -156,24 +169,20 @@ def test_packed_documents_with_images_are_exact(family: str) -> None:
     inputs |= {"pixel_values": of_images(pixels), "cu_seqlens": borders}
     expected = with_token_loss(model, torch.cat(logits, dim=1), inputs)
 
-    def rank(comm: Any) -> Result:
-        sp, model = sequence_parallel(comm), build(family)
-        wf_transformers.attach_model(model, sp)
+    def rank(model: Any, sp: Any) -> Result:
         return run_on_shard(model, sp, wf_transformers.shard_media(model, sp, inputs))
 
-    assert_shares_sum_to(expected, run_threads(4, rank))
+    assert_shares_sum_to(expected, on_ranks(family, rank, 4))
 
 
 @pytest.mark.skipif(not HAS_INNER, reason="PaliGemma of transformers 4 is refused as a whole")
 def test_a_prefix_longer_than_a_window_is_refused() -> None:
-    def rank(comm: Any) -> None:
-        sp, model = sequence_parallel(comm), build("paligemma")
-        wf_transformers.attach_model(model, sp)
+    def rank(model: Any, sp: Any) -> None:
         model.config.text_config.sliding_window = 8
         with pytest.raises(NotImplementedError, match="a prefix of 9 tokens is longer than"):
             wf_transformers.shard_media(model, sp, media_batch("paligemma"))
 
-    run_threads(2, rank)
+    on_ranks("paligemma", rank)
 
 
 @pytest.mark.parametrize("family", [*MODELS, *TEXT_ALONE])
@@ -239,14 +248,12 @@ def test_padding_with_recomputed_layers_is_exact(family: str) -> None:
     inputs = right_padded(media_batch(family))
     expected = run_on_one_device(family, inputs)
 
-    def rank(comm: Any) -> Result:
-        sp, model = sequence_parallel(comm), build(family)
-        wf_transformers.attach_model(model, sp)
+    def rank(model: Any, sp: Any) -> Result:
         model.gradient_checkpointing_enable()
         return run_on_shard(model, sp, wf_transformers.shard_media(model, sp, inputs))
 
     valid = inputs["attention_mask"] == 1
-    assert_shares_sum_to(expected, run_threads(2, rank), valid)
+    assert_shares_sum_to(expected, on_ranks(family, rank), valid)
 
 
 def test_features_in_the_output_are_not_compared_as_if_they_were_rows_of_tokens() -> None:
@@ -306,13 +313,11 @@ def test_ranks_without_images_encode_one_for_its_zero_gradients() -> None:
     ],
 )
 def test_shard_media_refuses_inputs_that_do_not_fit(inputs: dict[str, Any], message: str) -> None:
-    def rank(comm: Any) -> None:
-        sp, model = sequence_parallel(comm), build("qwen2_vl")
-        wf_transformers.attach_model(model, sp)
+    def rank(model: Any, sp: Any) -> None:
         with pytest.raises(ValueError, match=message):
             wf_transformers.shard_media(model, sp, inputs)
 
-    run_threads(2, rank)
+    on_ranks("qwen2_vl", rank)
 
 
 def test_shard_media_refuses_other_models() -> None:
@@ -324,15 +329,13 @@ def test_shard_media_refuses_other_models() -> None:
 def test_whole_media_beside_sharded_tokens_are_refused() -> None:
     inputs = llava_batch()
 
-    def rank(comm: Any) -> None:
-        sp, model = sequence_parallel(comm), build("llava")
-        wf_transformers.attach_model(model, sp)
+    def rank(model: Any, sp: Any) -> None:
         local = sp.shard_batch({"input_ids": inputs["input_ids"]})
         tokens = wf_transformers.forward_kwargs(model, local)
         with pytest.raises(ValueError, match="whole pixel_values: cut the batch by"):
             model(**tokens, pixel_values=inputs["pixel_values"])
 
-    run_threads(2, rank)
+    on_ranks("llava", rank)
 
 
 @pytest.mark.parametrize("cut", [True, False])
@@ -342,9 +345,7 @@ def test_media_that_a_model_of_the_table_does_not_take_are_refused_by_name(
 ) -> None:
     inputs = llava_batch()
 
-    def rank(comm: Any) -> None:
-        sp, model = sequence_parallel(comm), build("llava")
-        wf_transformers.attach_model(model, sp)
+    def rank(model: Any, sp: Any) -> None:
         local = {} if cut else wf_transformers.shard_media(model, sp, inputs)
         sounds = {name: torch.ones(1, 3, 16)}
         with pytest.raises(NotImplementedError, match=f"was called with {name} beside"):
@@ -352,33 +353,29 @@ def test_media_that_a_model_of_the_table_does_not_take_are_refused_by_name(
                 wf_transformers.shard_media(model, sp, inputs | sounds)
             model(**wf_transformers.forward_kwargs(model, local), **sounds)
 
-    run_threads(2, rank)
+    on_ranks("llava", rank)
 
 
 @pytest.mark.parametrize(
     ("family", "name"), [("phi4_multimodal", "image_pixel_values"), ("aria", "pixel_values")]
 )
 def test_media_of_models_of_text_alone_are_refused_by_name(family: str, name: str) -> None:
-    def rank(comm: Any) -> None:
-        sp, model = sequence_parallel(comm), build(family)
-        wf_transformers.attach_model(model, sp)
+    def rank(model: Any, sp: Any) -> None:
         local = wf_transformers.shard_media(model, sp, {"input_ids": torch.full((1, 8), 9)})
         with pytest.raises(NotImplementedError, match=f"was called with {name} beside"):
             model(**wf_transformers.forward_kwargs(model, local), **{name: torch.ones(1, 3, 8, 8)})
 
-    run_threads(2, rank)
+    on_ranks(family, rank)
 
 
 def test_types_of_tokens_that_were_not_cut_with_their_images_are_refused() -> None:
-    def rank(comm: Any) -> None:
-        sp, model = sequence_parallel(comm), build("gemma3")
-        wf_transformers.attach_model(model, sp)
+    def rank(model: Any, sp: Any) -> None:
         local = sp.shard_batch(without_labels(media_batch("gemma3")) | {"pixel_values": None})
         kwargs = wf_transformers.forward_kwargs(model, local)
         with pytest.raises(ValueError, match="called with token_type_ids, which would be lost"):
             model(**kwargs)
 
-    run_threads(2, rank)
+    on_ranks("gemma3", rank)
 
 
 @pytest.mark.parametrize(
@@ -395,13 +392,11 @@ def test_what_gives_all_samples_one_mask_is_refused_with_blocks(
     inputs = {k: x[:1] for k, x in media_batch("gemma3").items()}
     inputs |= {"pixel_values": llava_batch()["pixel_values"][:3], **more}
 
-    def rank(comm: Any) -> None:
-        sp, model = sequence_parallel(comm, layout), build("gemma3")
-        wf_transformers.attach_model(model, sp)
+    def rank(model: Any, sp: Any) -> None:
         with pytest.raises(ValueError, match=message):
             wf_transformers.shard_media(model, sp, inputs)
 
-    run_threads(2, rank)
+    on_ranks("gemma3", rank, layout=layout)
 
 
 def test_sounds_of_a_rank_with_one_token_are_refused() -> None:
@@ -409,25 +404,21 @@ def test_sounds_of_a_rank_with_one_token_are_refused() -> None:
     mask, ids = (torch.arange(16) < 8).long()[None], torch.full((1, 2), IMAGE)
     sounds = {"input_features": torch.ones(1, 3, 16).double(), "feature_attention_mask": mask}
 
-    def rank(comm: Any) -> None:
-        sp, model = sequence_parallel(comm, "contiguous"), build("qwen2_audio")
-        wf_transformers.attach_model(model, sp)
+    def rank(model: Any, sp: Any) -> None:
         local = wf_transformers.shard_media(model, sp, {"input_ids": ids, **sounds})
         with pytest.raises(ValueError, match="merged no features on this rank"):
             model(**wf_transformers.forward_kwargs(model, local))
 
-    run_threads(2, rank)
+    on_ranks("qwen2_audio", rank, layout="contiguous")
 
 
 def test_labels_beside_sharded_media_are_refused() -> None:
-    def rank(comm: Any) -> None:
-        sp, model = sequence_parallel(comm), build("llava")
-        wf_transformers.attach_model(model, sp)
+    def rank(model: Any, sp: Any) -> None:
         local = wf_transformers.shard_media(model, sp, llava_batch())
         with pytest.raises(ValueError, match="called with labels"):
             model(**wf_transformers.forward_kwargs(model, local), labels=local["labels"])
 
-    run_threads(2, rank)
+    on_ranks("llava", rank)
 
 
 def test_remove_lets_the_model_take_whole_media() -> None:
