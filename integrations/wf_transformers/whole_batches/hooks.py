@@ -49,6 +49,7 @@ from wf_transformers.whole_batches.custom_loss import (
     FUSED,
     INPUTS,
     NO_HEAD,
+    NUM_ITEMS,
     SKIP_LOGITS,
     custom_loss_reason,
     divides_by_items,
@@ -142,7 +143,7 @@ class WholeBatchHooks:
             batch = {key: value for key, value in batch.items() if key in INPUTS}
         others = {k: v for k, v in arguments.items() if k not in batch}
         local = self._shard(batch)
-        num_items = None if loss == "custom" else others.pop("num_items_in_batch", None)
+        num_items = None if loss == "custom" else others.pop(NUM_ITEMS, None)
         num_items = num_items if loss == "by_token" or self._divides_by_items else None
         self._call = BatchCall(seqlen, local, num_items, logits, loss)
         self.handle.attention.logits_are_whole, self._head_called = loss == "custom", False
@@ -151,6 +152,7 @@ class WholeBatchHooks:
         return (), self._model_kwargs(model, others, local) | more
 
     def _which_logits(self, asked: bool | None, trains: bool, labelled: bool) -> WhichLogits:
+        """`asked` is the `whole_logits` of the call."""
         whole = self.always_whole or not trains if asked is None else asked
         if whole or (self.whole_without_labels and not labelled):
             return "whole"
@@ -159,6 +161,7 @@ class WholeBatchHooks:
     def _loss_kind(
         self, model: nn.Module, arguments: dict[str, Any], needs_no_logits: bool
     ) -> LossKind:
+        """`needs_no_logits` says whether nobody uses logits of this rank's tokens."""
         if arguments.get(FUSED):
             return "by_token"
         if arguments.get("labels") is None:
@@ -171,7 +174,7 @@ class WholeBatchHooks:
     def _has_custom_loss(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
         """Whether the model must compute the loss of this call itself."""
         reason = custom_loss_reason(model, arguments)
-        if reason and self.handle.averages_tokens and arguments.get("num_items_in_batch") is None:
+        if reason and self.handle.averages_tokens and arguments.get(NUM_ITEMS) is None:
             raise NotImplementedError(
                 f'{reason}, and "loss_average": "token" knows plain cross entropy only: take '
                 '"sequence"'
