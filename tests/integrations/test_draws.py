@@ -46,9 +46,9 @@ def test_dropout_differs_between_ranks_and_forwards_and_draws_afterwards_are_equ
     file = tmp_path / "draws.json"
     run_ranks([str(Path(__file__).with_name("draws_worker.py")), str(file)], 2)
     rank_0, rank_1 = json.loads(file.read_text())
-    masks = {tuple(mask) for mask in (*rank_0[:2], *rank_1[:2])}
-    assert len(masks) == 4
-    assert rank_0[2] == rank_1[2]
+    masks = {tuple(mask) for mask in (*rank_0[:3], *rank_1[:3])}
+    assert len(masks) == 6
+    assert rank_0[3] == rank_1[3]
 
 
 def test_ranks_draw_differently_inside_and_equally_outside() -> None:
