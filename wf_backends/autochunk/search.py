@@ -24,7 +24,7 @@ from torch import fx
 
 from wf_backends.autochunk.graph import GraphStep, Steps, layout, nbytes, profile
 from wf_backends.autochunk.region import Region, covered_rows, rows_before, slice_length
-from wf_backends.autochunk.slicing import Flow, trace, view_base
+from wf_backends.autochunk.slicing import Call, Flow, trace, view_base
 
 MAX_REACH = 160  # operators of a region on each side of the peak
 NUM_ENDS = 5  # steps near the peak, and far from it, where regions may begin or end: see `_ends`
@@ -199,7 +199,7 @@ def _preserves_strides(graph: Steps, flow: Flow) -> bool:
 
 def _is_random(node: fx.Node) -> bool:
     if node.target is torch.ops.aten.scaled_dot_product_attention.default:
-        return bool(node.kwargs.get("dropout_p") or (len(node.args) > 4 and node.args[4]))
+        return Call.from_node(node)["dropout_p"] > 0
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 

@@ -16,6 +16,7 @@ from wf_backends.autochunk.slicing.call import (
     Table,
     aten,
     broadcast,
+    shape_of,
 )
 from wf_backends.kernels import KERNELS, KernelSpec, Scores
 from wf_backends.schedule import Band
@@ -33,11 +34,8 @@ def attention(call: Call, dim: int) -> Reads | None:
     square = call.size("query")[-ROWS] == call.size("key")[-ROWS]
     if from_end == ROWS and call["is_causal"] and not square:
         return None
-    mask = broadcast(call.size("attn_mask"), dim, call.shape) if call.has("attn_mask") else None
-    reads: dict[str, Rows | None] = {
-        "query": broadcast(call.size("query"), dim, call.shape),
-        "attn_mask": mask,
-    }
+    names = ("query", "attn_mask")
+    reads = {name: broadcast(shape_of(call[name]), dim, call.shape) for name in names}
     if from_end > ROWS:
         grouped = call["enable_gqa"] and from_end == HEADS
         reads |= {name: key_reads(call.size(name), dim, call, grouped) for name in ("key", "value")}
