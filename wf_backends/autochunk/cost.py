@@ -22,20 +22,6 @@ _CHANNELS, _WIDTH = 128, 64  # of the row that is convolved, without its halo
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """Sizes of the tensors that are timed to find the rates."""
-
-    square: int  # rows of the square matrices whose product gives `flops_per_s`
-    wide: int  # rows of a square matrix that is larger than all caches
-    rows: int  # of the matrices whose elements are interleaved
-    batch: int  # number of these matrices
-
-
-_ON_CPU = _Sizes(square=256, wide=2048, rows=128, batch=32)
-_ON_GPU = _Sizes(square=4096, wide=6144, rows=512, batch=128)
-
-
-@dataclass(frozen=True)
 class Rates:
     """What a device does; the defaults are those of one large GPU."""
 
@@ -70,19 +56,19 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     on_cpu = device.type == "cpu"
     if not on_cpu and not torch.accelerator.is_available():
         return Rates()
-    sizes = _ON_CPU if on_cpu else _ON_GPU
     zeros = partial(torch.zeros, dtype=dtype, device=device)
     seconds = partial(_seconds, device)
-    square, wide = (zeros(rows, rows) for rows in (sizes.square, sizes.wide))
-    small, interleaved = zeros(1), zeros(sizes.rows, sizes.rows, sizes.batch)
+    # `wide` is larger than all caches; `interleaved` are matrices whose batch is innermost.
+    square, wide = (zeros(rows, rows) for rows in ((256, 2048) if on_cpu else (4096, 6144)))
+    small, interleaved = zeros(1), zeros(128, 128, 32) if on_cpu else zeros(512, 512, 128)
     image, weight = zeros(1, _CHANNELS, 3, _WIDTH + 2), zeros(_CHANNELS, _CHANNELS, 3, 3)
     flush_caches = partial(torch.add, wide[:256], 1)
     launch = seconds(lambda: small + small, flush_caches)
     iteration = seconds(partial(_iterate, nn.Identity(), small), flush_caches)
-    flops_per_s = 2 * sizes.square**3 / seconds(lambda: square @ square)
+    flops_per_s = 2 * len(square) ** 3 / seconds(lambda: square @ square)
     bytes_per_s = 2 * wide.nbytes / seconds(lambda: wide + 1)
     packing = seconds(lambda: wide[:_FEW_ROWS] @ wide)
-    packing -= 2 * _FEW_ROWS * sizes.wide**2 / flops_per_s
+    packing -= 2 * _FEW_ROWS * wide.numel() / flops_per_s
     copying = seconds(lambda: torch.einsum("ikc,jkc->ijc", interleaved[:1], interleaved))
     halo = seconds(lambda: torch.conv2d(image, weight), flush_caches)
     halo -= 2 * _WIDTH * weight.numel() / flops_per_s + weight.nbytes / bytes_per_s
