@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from accelerate.utils import set_seed
@@ -25,12 +24,10 @@ from wf_transformers.whole_batches.log_probabilities import (
     take_sharded_logits,
 )
 
-OVER_ALL_SAMPLES = MappingProxyType(
-    {
-        "scale_rewards": "batch",
-        "multi_objective_aggregation": "normalize_then_sum",
-        "normalize_advantages": True,
-    }
+OVER_ALL_SAMPLES = (
+    ("scale_rewards", "batch"),
+    ("multi_objective_aggregation", "normalize_then_sum"),
+    ("normalize_advantages", True),
 )
 """Options of a trainer, each with its value that divides by a deviation over all ranks' samples."""
 ENTROPY_MASK = "get_high_entropy_mask"
@@ -127,7 +124,7 @@ def refuse_options(trainer: Any, generates: bool) -> None:
 def set_generation_batch(trainer: Any, size: int, handle: Handle) -> None:
     """Divide TRL's generation batch by the ranks of a sequence: they generate the same samples."""
     args = trainer.args
-    for key, value in OVER_ALL_SAMPLES.items():
+    for key, value in OVER_ALL_SAMPLES:
         if size > 1 and getattr(args, key, None) == value:
             raise NotImplementedError(
                 f"{key}={value!r}: TRL divides by a standard deviation over the samples of all "

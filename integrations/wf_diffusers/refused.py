@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,28 +14,24 @@ CACHE = (
     "a cache that skips blocks by the values of tokens: a rank has only some of them, and ranks "
     "would skip different blocks. Call disable_cache() first"
 )
-HOOKS: Mapping[str, str] = MappingProxyType(
-    {
-        "AttentionProcessorSkip": "a guidance that takes values instead of attention (perturbed "
-        "attention): skip whole blocks, other than the first",
-        "FBC": CACHE,
-        "SeaCache": CACHE,
-        "SmoothedEnergy": "a guidance that smooths the queries of neighbouring tokens: a rank has "
-        "only some of them. Use another guidance",
-    }
-)
+HOOKS: Mapping[str, str] = {
+    "AttentionProcessorSkip": "a guidance that takes values instead of attention (perturbed "
+    "attention): skip whole blocks, other than the first",
+    "FBC": CACHE,
+    "SeaCache": CACHE,
+    "SmoothedEnergy": "a guidance that smooths the queries of neighbouring tokens: a rank has "
+    "only some of them. Use another guidance",
+}
 """How the names of hooks of diffusers begin that are not supported, and why."""
 
-MODELS: Mapping[str, str] = MappingProxyType(
-    {
-        "BriaFibo": "its text is in two halves, of which every block takes another second one",
-        "HiDreamImage": "its text is in three parts, of which every block takes another third one",
-        "Latte": "it attends over frames and over places in turn: docs/dsp.md splits that",
-        "OmniGen": "its text sees earlier tokens only, by a mask of all tokens",
-        "QwenImage21": "its text and the images given see earlier tokens only",
-        "Sana": "linear attention sums over all tokens, and convolutions mix neighbouring ones",
-    }
-)
+MODELS: Mapping[str, str] = {
+    "BriaFibo": "its text is in two halves, of which every block takes another second one",
+    "HiDreamImage": "its text is in three parts, of which every block takes another third one",
+    "Latte": "it attends over frames and over places in turn: docs/dsp.md splits that",
+    "OmniGen": "its text sees earlier tokens only, by a mask of all tokens",
+    "QwenImage21": "its text and the images given see earlier tokens only",
+    "Sana": "linear attention sums over all tokens, and convolutions mix neighbouring ones",
+}
 """How the names of models begin that cannot be split as the others are, and why."""
 
 

@@ -266,5 +266,5 @@ def _pin(
 def _streamed_parameters(model: nn.Module, plan: Plan) -> list[nn.Parameter]:
     """The parameters with rows that are copied in some phase, without duplicates."""
     pairs = zip(find_weights(model), plan.splits, strict=True)
-    streamed = [w.parameter for w, split in pairs if any(map(split.streamed, PHASES))]
-    return list({id(parameter): parameter for parameter in streamed}.values())
+    streamed = (w.parameter for w, split in pairs if any(map(split.streamed, PHASES)))
+    return list(dict.fromkeys(streamed))
