@@ -167,6 +167,40 @@ def test_a_pattern_that_also_matches_what_a_stage_consists_of_names_the_stage():
             assert (grad - expected_grad).abs().max() < 1e-10
 
 
+class Flattening(nn.Module):
+    """Its second stage gets all that is behind the rows as one dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.columns, self.flat = Mix(DIMS["columns"]), nn.Linear(63, 63)
+
+    def forward(self, x):
+        x = checkpoint(self.columns, self.first(x), use_reentrant=False)
+        return self.last(checkpoint(self.flat, x.flatten(2), use_reentrant=False).view_as(x)).sin()
+
+
+def gradients_of_flattening(comm=None):
+    model = filled(Flattening())
+    if comm is not None:
+        needs = {"columns": "columns", "flat": "columns"}
+        stages = Stages(
+            dims=DIMS, enters="columns", starts_along="rows", leaves="last", needs=needs
+        )
+        LayoutTracker(model, DynamicSequenceParallel(comm, gradients="averaged"), stages)
+    model(drawn_input()).square().mean().backward()
+    if comm is not None:
+        GradientMean(comm)(model.parameters())
+    return [p.grad for p in model.parameters()]
+
+
+def test_a_stage_may_get_whole_dimensions_as_one_also_when_it_runs_again():
+    expected = gradients_of_flattening()
+    for grads in run_threads(2, gradients_of_flattening):
+        for grad, expected_grad in zip(grads, expected, strict=True):
+            assert (grad - expected_grad).abs().max() < 1e-10
+
+
 def test_a_forward_without_gradients_leaves_nothing_for_a_later_backward():
     """10 rows and 9 rows are both 4 or 5 on a rank."""
 
