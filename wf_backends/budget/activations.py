@@ -128,7 +128,7 @@ def _llama_layer(model: Decoder) -> Layer:
     expert_weight = 2 * experts.count * experts.width if experts else 0  # gate and up of all
     return Layer(
         count=model.layers,
-        mlp_weights=_mlp_weights(model),
+        mlp_weights=3 * model.hidden * model.intermediate + model.expert_weights,
         largest_weight=model.hidden * max(model.intermediate, expert_weight),
         saved=saved,
         mlp_saved=mlp_saved,
@@ -178,12 +178,6 @@ def _experts_backward(model: Decoder) -> float:
     weighted = 3 * _upcast_bytes(model) * model.hidden
     product = model.itemsize * (2 * experts.width - model.hidden)
     return float(experts.chosen * max(weighted, product))
-
-
-def _mlp_weights(model: Decoder) -> int:
-    """Elements of the weights of a layer's MLP and experts: 3 h (i + E w)."""
-    experts = model.experts.weights(model.hidden) if model.experts else 0
-    return 3 * model.hidden * model.intermediate + experts
 
 
 def _weight_grad_sums(model: Decoder, weights: int, tokens: int, options: MemoryOptions) -> float:

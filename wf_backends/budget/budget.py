@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
-from wf_backends._validation import positive
+from wf_backends._validation import MAX_TOKENS, positive
 from wf_backends.budget.activations import Activations, MemoryOptions, activations
 from wf_backends.budget.model import Decoder
 from wf_backends.budget.states import STAGES, Buckets, States, states
@@ -61,13 +62,7 @@ class Training:
         """The longest sequence whose step fits, in tokens, a multiple of the ranks; 0 if none."""
         ranks = self.sequence_parallel_size
 
-        def fits(tokens_per_rank: int) -> bool:
-            return self.device_bytes(tokens_per_rank * ranks, stage, options) <= memory_bytes
+        def is_too_long(tokens_per_rank: int) -> bool:
+            return self.device_bytes(tokens_per_rank * ranks, stage, options) > memory_bytes
 
-        low, high = 0, 1
-        while fits(high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low * ranks
+        return bisect_left(range(1, MAX_TOKENS), True, key=is_too_long) * ranks

@@ -22,10 +22,6 @@ class Experts:
     """Experts that one token goes to."""
     width: int
 
-    def weights(self, hidden: int) -> int:
-        """Elements of the weights of all experts of a layer: 3 h E w."""
-        return 3 * hidden * self.count * self.width
-
     def __post_init__(self) -> None:
         for size in fields(self):
             positive(f"experts.{size.name}", getattr(self, size.name), MAX_ELEMENTS)
@@ -105,6 +101,11 @@ class Decoder:
             value = getattr(self, size.name)
             if size.name not in allowed or value != allowed[size.name]:
                 positive(size.name, value, MAX_ELEMENTS)
+
+    @property
+    def expert_weights(self) -> int:
+        """Elements of the weights of all experts of a layer: 3 h E w; 0 if it has none."""
+        return 3 * self.hidden * self.experts.count * self.experts.width if self.experts else 0
 
     @property
     def attention_width(self) -> int:

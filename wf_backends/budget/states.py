@@ -82,8 +82,8 @@ def states(model: Decoder, stage: int, ranks: int, buckets: Buckets) -> States:
         return States(parameters, gradients, optimizer, 0.0, step)
     updated, buffers = shard, float(itemsize * buckets.reduce_bucket_size)
     if stage == 3:
-        experts = model.experts.weights(model.hidden) if model.experts else 0  # gathered as a whole
-        live = min(model.parameters, max(buckets.stage3_max_live_parameters, experts))
+        # the experts of a layer are gathered as a whole
+        live = min(model.parameters, max(buckets.stage3_max_live_parameters, model.expert_weights))
         prefetched = min(model.parameters, buckets.stage3_prefetch_bucket_size)
         updated, buffers = min(shard, SUB_GROUP_SIZE), buffers + itemsize * (live + prefetched)
     step = itemsize * shard + (itemsize + FP32_BYTES) * updated

@@ -120,8 +120,8 @@ class SequenceParallelConfig:
         object.__setattr__(self, key, value)  # the dataclass is frozen
 
     @property
-    def _route_of_backward(self) -> Route:
-        """The route of the backward."""
+    def route_of_backward(self) -> Route:
+        """`backward_route`, or the forward's route where it is not given."""
         return self.route if self.backward_route is None else self.backward_route
 
     @property
@@ -205,7 +205,7 @@ class SequenceParallelConfig:
 
     def _fill_in(self) -> None:
         """Set keys that are not given to the values that follow from the other keys."""
-        route_back = self._route_of_backward
+        route_back = self.route_of_backward
         if self.backward_moves is None:
             self._set("backward_moves", AUTO if route_back == AUTO else default_moves(route_back))
         if self.ulysses_degree is None:
@@ -248,7 +248,7 @@ class SequenceParallelConfig:
 
     def _check_backward_route(self) -> None:
         """Refuse a route whose backward cannot use what is kept, or its "host_size"."""
-        route, moves = self._route_of_backward, cast(str, self.backward_moves)
+        route, moves = self.route_of_backward, cast(str, self.backward_moves)
         if self.keep_gathered is True and route != self.route:
             routes = self.to_dict()
             raise ValueError(

@@ -45,7 +45,6 @@ def request_of(
     size, moves, keep = config.sequence_parallel_size, config.backward_moves, config.keep_gathered
     topology = (topology or one_host(size)).with_ranks(size)
     kernel = config.kernel if config.kernel in dict(topology.kernels) else AUTO
-    backward = config.route if config.backward_route is None else config.backward_route
     return Request(
         topology,
         Workload(shape, seqlen, mask.within(seqlen), config.layout, kernel, keys),
@@ -53,7 +52,7 @@ def request_of(
         strides=_numbers(config.ulysses_stride),
         chunks=_numbers(config.ulysses_chunks),
         forward=_named(config.route, config),
-        backward=_named(backward, config),
+        backward=_named(config.route_of_backward, config),
         moves=MOVES if moves == AUTO else (str(moves),),
         keeps=(False, True) if keep == AUTO else (keep is True or config.strategy == LSS,),
         layers=config.kept_layers,
