@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests import comm_contract
@@ -161,11 +162,12 @@ def test_a_group_of_the_program_is_described_and_not_closed():
         assert second_is_equal
 
 
-def close_connections_of_rank_0(comm: Communicator) -> None:
+def close_connections_of_rank_0(comm: Communicator, default_device: str) -> None:
     """It lives on until rank 1, which waits for it, has an error."""
     store, held = dist.distributed_c10d._get_default_store(), (dist.group.WORLD,)
     if comm.rank == 0:
-        ending._close_connections()
+        with torch.device(default_device):
+            ending._close_connections()
         store.wait(["heard"], timedelta(seconds=20))
     else:
         with pytest.raises(RuntimeError, match="rank 1 of 2: .* rank 0 failed: "):
@@ -175,6 +177,12 @@ def close_connections_of_rank_0(comm: Communicator) -> None:
 
 
 @pytest.mark.processes
-def test_a_failed_rank_is_heard_before_it_ends_though_torchs_functions_hold_its_group():
-    """Arguments of torch.distributed.nn.functional, which torch.optim imports, default to it."""
-    run_processes(2, close_connections_of_rank_0)
+@pytest.mark.parametrize("default_device", ("cpu", "meta"))
+def test_a_failed_rank_is_heard_before_it_ends_though_torchs_functions_hold_its_group(
+    default_device: str,
+):
+    """Arguments of torch.distributed.nn.functional, which torch.optim imports, default to it.
+
+    "meta" stands for the GPU of a script that calls torch.set_default_device.
+    """
+    run_processes(2, close_connections_of_rank_0, default_device)

@@ -52,9 +52,10 @@ def own_group(timeout: float | None = None) -> dist.ProcessGroup | None:
 
 def end_waits(group: dist.ProcessGroup) -> None:
     """End all waits in a group of gloo, on all ranks, by an error: a receive that times out."""
+    buffer, timeout = torch.empty(1, device="cpu"), timedelta(milliseconds=1)
     for peer in {*range(group.size())} - {group.rank()}:
         with suppress(RuntimeError):
-            group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+            group.recv([buffer], peer, UNUSED_TAG).wait(timeout)
 
 
 class GroupComm(ProcessComm):
