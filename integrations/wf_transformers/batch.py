@@ -110,7 +110,9 @@ def _refuse_unapplied(model: nn.Module) -> None:
     """Make the checks of `apply` for models that were only built with our name."""
     for pretrained in outermost(model):
         attention = registered_for(pretrained)
-        if attention is not None and attention.sp.size > 1:
+        if attention is None or is_applied(language_model(pretrained)):
+            continue
+        if attention.sp.size > 1:
             refuse_unspreadable(pretrained)
             refuse_missing_apply(pretrained)
 

@@ -44,7 +44,8 @@ STACKS = frozenset(
 LAYERS = ("layers", "layer", "decoder_layers", "block")
 """Names of the list of a stack's layers."""
 BETWEEN: Mapping[str, tuple[str, str]] = MappingProxyType({"ViTModel": ("embeddings", "layernorm")})
-"""Models -> modules as `shard_between` takes them: what a stage of a pipeline sends is whole."""
+"""Models -> modules as `shard_between` takes them. A pipeline (ColossalAI's) gives each stage other
+layers and calls these two on every stage, so that what a stage sends is whole."""
 ATTENTION = ("attn", "attention")
 """Suffixes of the names of their attention modules, in small letters."""
 CROSS = ("encoder_attn", "EncDecAttention")  # suffixes for cross attention
