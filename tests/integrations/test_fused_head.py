@@ -240,3 +240,18 @@ def test_given_cu_seqlens_come_before_flash_attentions_arguments() -> None:
 
 def test_arguments_without_documents_are_unchanged() -> None:
     assert with_cu_seqlens({"input_ids": CU_SEQLENS}) == {"input_ids": CU_SEQLENS}
+
+
+def test_an_average_over_tokens_needs_their_number() -> None:
+    """It would silently be an average over sequences."""
+
+    def rank(comm: Any) -> None:
+        model = with_fused_head(build("llama", "eager", {}))
+        with attach(model, sequence_parallel(comm), verify=False) as handle:
+            handle.averages_tokens = True  # as DeepSpeed's "loss_average": "token"
+            WholeBatchHooks(model, handle)
+            with pytest.raises(NotImplementedError, match='fused_lm_head=True, and "loss_average"'):
+                model(**PLAIN, fused_lm_head=True)
+            model(**PLAIN, fused_lm_head=True, num_items_in_batch=40)
+
+    run_threads(2, rank)

@@ -154,6 +154,14 @@ def refuse_custom_loss(model: nn.Module) -> None:
             )
 
 
+def refuse_uncounted(reason: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse a call whose loss is to be averaged over tokens, if nobody has counted them."""
+    if arguments.get(NUM_ITEMS) is None:
+        raise NotImplementedError(
+            f'{reason}, and "loss_average": "token" knows plain cross entropy only: take "sequence"'
+        )
+
+
 def has_fused_head(model: nn.Module) -> bool:
     """Whether the model's own forward takes `fused_lm_head=True` beside `shift_labels=`."""
     parameters = signature(model.forward, follow_wrapped=False).parameters

@@ -57,6 +57,7 @@ from wf_transformers.whole_batches.custom_loss import (
     fused_loss_arguments,
     fuses_loss,
     output_embeddings,
+    refuse_uncounted,
     warned_about_padding,
 )
 from wf_transformers.whole_batches.heads import HeadHooks, head_is_over_all_rows
@@ -163,6 +164,8 @@ class WholeBatchHooks:
     ) -> LossKind:
         """`needs_no_logits` says whether nobody uses logits of this rank's tokens."""
         if arguments.get(FUSED):
+            if model.training and self.handle.averages_tokens:
+                refuse_uncounted(f"the call has {FUSED}=True", arguments)
             return "by_token"
         if arguments.get("labels") is None:
             return "plain"
@@ -174,11 +177,8 @@ class WholeBatchHooks:
     def _has_custom_loss(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
         """Whether the model must compute the loss of this call itself."""
         reason = custom_loss_reason(model, arguments)
-        if reason and self.handle.averages_tokens and arguments.get(NUM_ITEMS) is None:
-            raise NotImplementedError(
-                f'{reason}, and "loss_average": "token" knows plain cross entropy only: take '
-                '"sequence"'
-            )
+        if reason and self.handle.averages_tokens:
+            refuse_uncounted(reason, arguments)
         return reason is not None
 
     @eager
