@@ -103,10 +103,7 @@ def timeline(cost: planner.Cost, name: str) -> Table:
 
 
 def bar(spans: Sequence[planner.Span], total: float) -> str:
-    """The time axis of a phase, of `total` seconds: # computes, - transfers, + both.
-
-    A mark stands for any part of its time, so that the shortest span has one.
-    """
+    """The time axis of a phase, of `total` seconds: # computes, - transfers, + both, in a part."""
     busy = {"compute": set[int](), "transfer": set[int]()}
     for span in spans:
         start, stop = (round(AXIS_WIDTH * time / total, 6) for time in (span.start, span.stop))
