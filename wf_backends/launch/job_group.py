@@ -143,7 +143,8 @@ def _open_group(backend: str, process: JobProcess, timeout: float) -> JobProcess
 def _warn_of_another_rank(environ: Mapping[str, str], process: JobProcess) -> None:
     """Say that RANK and WORLD_SIZE are not used where the launcher says something else."""
     rank, size = environ.get("RANK"), environ.get("WORLD_SIZE")
-    marks = [known.mark for known in LAUNCHERS[:-2] if known.mark in environ]
+    known = [launcher for launcher in LAUNCHERS if launcher.name != "environment"]
+    marks = [launcher.mark for launcher in known if launcher.mark in environ]
     if marks and rank and size and (rank, size) != (str(process.rank), str(process.world_size)):
         logging.getLogger(__name__).warning(
             "RANK=%s and WORLD_SIZE=%s are not used: %s started this process as rank %d of %d. "
@@ -202,8 +203,8 @@ def _mpi_world(process: JobProcess, timeout: float) -> Any:
     MPI_Init waits for all ranks, with no end and with Python's lock: after the timeout a traceback
     is written and the process ends.
     """
-    is_known = process.address is not None or process.world_size == 1
-    if process.launcher not in MPI_LAUNCHERS or is_known:
+    needs_none = process.address is not None or process.world_size == 1
+    if process.launcher not in MPI_LAUNCHERS or needs_none:
         return None
     faulthandler.dump_traceback_later(timeout, exit=True, file=STDERR)
     try:
