@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from wf_backends.parallel import at_least_one, mask_arguments
 from wf_transformers.attach import is_applied
 from wf_transformers.attention.blocks import BLOCKS
+from wf_transformers.attention.masks import refuse_empty
 from wf_transformers.attention.registry import registered_for
 from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
 from wf_transformers.families.experts import ROUTER_MASK, has_router_loss
@@ -90,11 +91,7 @@ def _borders_of_samples(model: nn.Module, mask: Tensor) -> tuple[tuple[int, ...]
             "attached: call wf_transformers.attach(model, sp), or give samples of one length"
         )
     lengths = attention.sp.sum_over_ranks(mask.sum(dim=1)).tolist()
-    if 0 in lengths:
-        raise ValueError(
-            f"attention_mask gives samples of lengths {lengths}: leave out those without valid "
-            "tokens"
-        )
+    refuse_empty(lengths)
     seqlen = mask.shape[1] * attention.sp.size
     return tuple((0, n, seqlen) if n < seqlen else (0, n) for n in lengths)
 

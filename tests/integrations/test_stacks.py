@@ -221,6 +221,14 @@ def test_hidden_states_of_a_rank_are_refused(name: str) -> None:
     run_attached(CASES[name], 2, check)
 
 
+def test_a_sample_without_valid_tokens_is_refused() -> None:
+    def check(model: Any, _: Any) -> None:
+        with pytest.raises(ValueError, match=r"samples of lengths \[23, 0\]: leave out those"):
+            model(**SEQ2SEQ, attention_mask=right_padding(23, 23, 0))
+
+    run_attached(CASES["bart"], 2, check)
+
+
 def test_padding_on_the_left_is_refused() -> None:
     left_padding = RAGGED["attention_mask"].flip(1)
 

@@ -74,11 +74,21 @@ def padding_of(
             f"attention_mask of shape {tuple(mask.shape)} hides other keys than padding on the "
             "right, and would be lost"
         )
+    refuse_empty(lengths.tolist())
     full = causal or bool((lengths == seen.shape[-1]).all())
     if full:
         return None
     slices = {"q_ranges": [(0, num_queries)], "attn_mask_types": ["full"]}
     return [{**slices, "k_ranges": [(0, length)]} for length in lengths.tolist()]
+
+
+def refuse_empty(lengths: list[int]) -> None:
+    """Refuse samples without valid tokens, given the valid tokens of each."""
+    if 0 in lengths:
+        raise ValueError(
+            f"attention_mask gives samples of lengths {lengths}: leave out those without valid "
+            "tokens"
+        )
 
 
 def _is_plain(mask: Tensor, causal: bool, window: tuple[int, int] | None) -> bool:
