@@ -96,9 +96,7 @@ class FirstStep:
         if batch is not None and device.type != "cpu":  # on a CPU they may be offloaded
             # a training loop may move the batch to the device later
             batch = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in batch.items()}
-        comparison = self.run(self.model, handle, batch, TOO_LONG, source, whole_batches, call)
-        if comparison is not None and comparison.uses_dropout:
-            _refuse_equal_dropout(comparison, handle)
+        self.run(self.model, handle, batch, TOO_LONG, source, whole_batches, call)
 
     def run(
         self,
@@ -109,8 +107,8 @@ class FirstStep:
         source: str,
         whole_batches: bool,
         call: ModelCall | None,
-    ) -> Comparison | None:
-        """Compare the attached model, or one inside it; None if that is not possible.
+    ) -> None:
+        """Compare the attached model, or one inside it, and the ranks' dropout if that is possible.
 
         `batch` is None for `no_batch_reason`; `source` names the batch in errors.
         """
@@ -122,7 +120,8 @@ class FirstStep:
         if problem is None:
             problem = compare(comparison, handle, self.changes.undone())
         report = conclude(comparison, problem, self.mode, source)
-        return None if report is None else comparison
+        if report is not None and comparison.uses_dropout:
+            _refuse_equal_dropout(comparison, handle)
 
 
 class InnerCalls:
