@@ -108,7 +108,13 @@ def test_a_vae_decodes_in_slices(name: str) -> None:
 
 @torch.no_grad()
 def test_a_compiled_vae_needs_what_was_planned() -> None:
-    """inductor computed eight slices at once where none reads what another one writes."""
+    """inductor computed eight slices at once where none reads what another one writes.
+
+    It lowers the operator that writes slices another way once it has met it: then the images were
+    wrong.
+    """
+    mlp, x = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)).eval(), torch.ones(256, 8)
+    torch.compile(autochunk(mlp, (x,), max_slowdown=ANY_SLOWDOWN))(x)
     of_name, config, (batch, channels, *_) = VAES["stable_diffusion"]
     vae = getattr(diffusers, of_name)(**config).to(memory_format=torch.channels_last)
     decode = Decode(vae).eval()

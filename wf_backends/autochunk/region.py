@@ -198,13 +198,20 @@ def _write(writes: Iterable[Write], computed: list[torch.Tensor], read: list[tor
     its rows of `read`."""
     for output, (dim, lo, hi), rows in writes:
         if torch.compiler.is_compiling():
-            _write_rows(output, dim, lo, rows, computed, read)
+            torch.ops.wallfacer.write_slice(output, dim, lo, rows, computed, read)
         else:
             output.narrow(dim, lo, hi - lo).copy_(rows)
 
 
-@torch.library.custom_op("wallfacer::write_rows", mutates_args=("output", "read"))
-def _write_rows(
+torch.library.define(
+    "wallfacer::write_slice",
+    "(Tensor(a!) output, int dim, int lo, Tensor rows, Tensor[] computed, Tensor(b!)[] read) -> ()",
+    tags=torch.Tag.flexible_layout,  # else inductor copies `output`, and results were wrong
+)
+
+
+@torch.library.impl("wallfacer::write_slice", "CompositeExplicitAutograd")
+def _write_slice(
     output: torch.Tensor,
     dim: int,
     lo: int,
@@ -216,6 +223,9 @@ def _write_rows(
     it moves behind the last slice, `computed` behind the write, and what later slices compute from
     `read` before it. To keep that order `read` is said to be written to; it is not."""
     output.narrow(dim, lo, rows.shape[dim]).copy_(rows)
+
+
+torch.library.register_fake("wallfacer::write_slice", lambda *_: None)
 
 
 def _iteration(flow: Flow, rows: RowsByValue, bodies: Bodies) -> Iteration:
