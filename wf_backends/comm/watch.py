@@ -75,9 +75,7 @@ class Watch(Thread):
         """The verdict on a wait that will never end; None for any other wait."""
         if wait is None or time.monotonic() - wait.since < LONG_WAIT_S:
             self._circles.clear()
-            if (
-                self._wait is not None
-            ):  # it has ended: an error must not say that this rank is in it
+            if self._wait is not None:  # ended: no error may say that this rank is in it
                 self._wait = None
                 self._board.write("wait", self._global_rank, None)
             return None
