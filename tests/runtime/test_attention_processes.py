@@ -155,4 +155,4 @@ def test_what_one_process_refuses_is_an_error_on_all(run):
     assert "ranks [1] refuse" in of_rank_0[0]
     assert "kv heads must divide heads, got 3 and 4" in of_rank_1[0]
     assert "keys of the batch: [" in of_rank_0[1]
-    assert "['cu_seqlens', 'input_ids', 'position_ids'] (ranks [0])" in of_rank_0[1]
+    assert "['input_ids', 'position_ids'] (ranks [0])" in of_rank_0[1]
