@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from os.path import commonprefix
 from threading import RLock
 from types import MappingProxyType
-from typing import Any, cast
+from typing import cast
 from zlib import crc32
 
 import torch
@@ -29,6 +30,12 @@ Lengths = dict[str, tuple[int, ...]]  # by name: the lengths of all ranks
 def fingerprint(value: object) -> int:
     """A number that is the same on every rank for values with the same repr."""
     return crc32(repr(value).encode())
+
+
+@cache
+def _names_fingerprint(names: tuple[str, ...]) -> int:
+    """The fingerprint of the names that a call compares."""
+    return fingerprint([*names])
 
 
 class OneThread:
@@ -96,11 +103,12 @@ class ConsistencyCheck(Shared):
         names, values = (*same, *lengths), (*same.values(), *lengths.values())
         if self._seen and (names, values) in self._seen:
             return self._seen[names, values]
-        headers = self._exchange((fingerprint(names), fingerprint(layer), *values), x)
-        if headers.count(headers[0]) == len(headers):
-            all_lengths = {name: (length,) * len(headers) for name, length in lengths.items()}
+        headers = self._exchange((_names_fingerprint(names), fingerprint(layer), *values), x)
+        size = self.comm.size
+        if headers == headers[: len(headers) // size] * size:
+            all_lengths = {name: (length,) * size for name, length in lengths.items()}
         else:
-            calls, layers, *columns = zip(*headers, strict=True)
+            calls, layers, *columns = _by_rank(headers, self.comm)
             self._refuse_other_calls(calls, layers, layer, [*names])
             self._refuse_differing(dict(zip(same, columns, strict=False)), objects)
             all_lengths = dict(zip(lengths, columns[len(same) :], strict=False))
@@ -123,35 +131,38 @@ class ConsistencyCheck(Shared):
             with suppress(RuntimeError):  # of a dead peer: this rank's own error says more
                 self._exchange((REFUSED,), torch.empty(0))
 
-    def _exchange(self, values: tuple[int, ...], x: Tensor) -> list[list[int]]:
-        """The headers of all ranks, by rank, each padded to a multiple of HEADER_INTEGERS."""
-        header = [*values] + [0] * (-len(values) % HEADER_INTEGERS)
-        if self.comm.size == 1:
-            return [header]
+    def _exchange(self, values: tuple[int, ...], x: Tensor) -> array[int]:
+        """The headers of all ranks, one after another: of this rank r, of rank r - 1 and so on.
+
+        Each header is padded to a multiple of HEADER_INTEGERS integers.
+        """
+        length = len(values) + -len(values) % HEADER_INTEGERS
         device = self.comm.small_message_device(x)
-        numbers, host_rows, rows, posts = self._header_buffers(len(header), device)
+        headers, host_rows, rows, posts = self._header_buffers(length, device)
         with self.one_thread:
-            numbers[0] = header
-            rows.copy_(host_rows)  # on a CPU they are one tensor, and nothing is copied
+            headers[:length] = array("q", values + (0,) * (length - len(values)))
+            if rows is not host_rows:
+                rows[0] = host_rows[0]
             for sends, recvs in posts:
                 self.comm.post("agreement", sends, recvs).wait()
-            host_rows.copy_(rows)
-            headers: list[list[int]] = numbers.tolist()
-        return headers[self.comm.rank :: -1] + headers[: self.comm.rank : -1]
+            if rows is not host_rows:
+                host_rows.copy_(rows)
+        return headers
 
     def _make_header_buffers(
         self, length: int, device: torch.device
-    ) -> tuple[Any, Tensor, Tensor, tuple[SendsAndRecvs, ...]]:
-        """Headers of all ranks, as `doubling` orders them, and the messages that fill them.
+    ) -> tuple[array[int], Tensor, Tensor, tuple[SendsAndRecvs, ...]]:
+        """Buffers for all ranks' headers of `length` integers, and the messages that fill them.
 
         Returns:
-            The headers, (P, length) int64, as an array of numpy, which takes no operator of torch;
-            its memory as a tensor; the tensor on `device` that is sent; its messages.
+            headers: P * length integers, read and written without an operator of torch; the same
+            memory as a tensor (P, length); the tensor on `device` that is sent; its messages.
         """
+        headers = array("q", bytes(8 * length * self.comm.size))
         with torch.inference_mode(False):  # later calls, in any mode, write to the buffers
-            host_rows = torch.zeros(self.comm.size, length, dtype=torch.int64, device="cpu")
-            rows = host_rows.to(device)
-            return host_rows.numpy(), host_rows, rows, tuple(doubling(self.comm, rows))
+            host_rows = torch.frombuffer(headers, dtype=torch.int64).view(self.comm.size, length)
+            rows = host_rows if device.type == "cpu" else torch.empty_like(host_rows, device=device)
+            return headers, host_rows, rows, tuple(doubling(self.comm, rows))
 
     def _refuse_other_calls(
         self, calls: tuple[int, ...], layers: tuple[int, ...], layer: str | None, names: list[str]
@@ -193,6 +204,13 @@ class ConsistencyCheck(Shared):
         ranks = self.comm.names_of(range(self.comm.size))
         by = f"rank, of {ranks}" if ranks.startswith("global") else "rank"
         raise ValueError(f"the ranks do not agree (values by {by}): {'; '.join(differences)}")
+
+
+def _by_rank(headers: array[int], comm: Communicator) -> Iterator[tuple[int, ...]]:
+    """For each position in a header, the integers of all ranks, by rank."""
+    length, rank = len(headers) // comm.size, comm.rank
+    rows = [headers[start : start + length] for start in range(0, len(headers), length)]
+    return zip(*rows[rank::-1], *rows[:rank:-1], strict=True)
 
 
 def texts_with_ranks(texts: list[str], names_of: Callable[[list[int]], str]) -> str:
