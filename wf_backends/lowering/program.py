@@ -176,6 +176,11 @@ class RankProgram:
     """As in `Step`, for the buffer of the side that stays."""
 
     @cached_property
+    def stay_is_local(self) -> bool:
+        """Whether no rows of the side that stays, and no results for them, are ever sent."""
+        return all(round_ == Round(round_.tiles) for step in self.steps for round_ in step.rounds)
+
+    @cached_property
     def busy_steps(self) -> tuple[int, ...]:
         """The steps in which something happens. With documents or windows, most steps are idle."""
         return tuple(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from wf_backends._compile import eager, refuse_transforms
 
+Backward = Callable[..., Any]
 RowMap = Callable[[Tensor, str], Tensor]  # (tensor, label of its messages) -> tensor
 
 below_autograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
@@ -21,7 +22,7 @@ Source: Note [AutoDispatchBelowAutograd] in ATen/core/LegacyTypeDispatch.h, "for
 implementations"."""
 
 
-def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+def first_order_only(backward: Backward) -> Backward:
     """Decorate the backward of an autograd function: it raises in a double backward, and in a
     vmap of gradients (is_grads_batched, the vectorized Jacobian).
 

@@ -99,6 +99,8 @@ class _RunningPass:
         """gathered: the walkers of the first step. held: the walkers of the running step."""
         self.next_held: Tensors = ()
         """Receives the walkers of the next step in which this rank reads any."""
+        self.spare: Tensors = ()
+        """Walkers of an earlier step, whose buffers may be used again."""
         self.walk_accumulators = walk.accumulators
         self.walk_partial = walk.accumulators.prepare(0, ())
         """Partial results of the held rows; before the first step none are held."""
@@ -111,6 +113,7 @@ class _RunningPass:
         self.stay_partial = stay.accumulators.prepare(program.stay.num_rows, program.blank)
         self.add_to_stay_partial = partial(scatter, self.stay_partial, stay.accumulators.combine)
         self.stay_total = Total(program.stay.shard_rows, stay.accumulators)
+        self.returning: list[Messages] = []
         self.fetches = [self._fetch(r.fetch, self.stay_shard) for r in program.steps[0].rounds]
 
     def post(self, index: int) -> Messages:
@@ -121,18 +124,22 @@ class _RunningPass:
         previous = self.program.steps[index - 1] if index > 0 else None
         step = self.program.steps[index]
         if index > 0:
-            self.held = ()
+            self.spare = () if self.held is self.gathered else self.held
             if step.num_rows:
                 self.held, self.next_held = self.next_held, ()
+            else:
+                self.held = ()
         if (step.hop_in or step.owner_in) and not self.next_held:
-            self.next_held = empty_rows(step.next_num_rows, self.walk_shard)
+            fits = self.spare and self.spare[0].size(0) == step.next_num_rows
+            self.next_held = self.spare if fits else empty_rows(step.next_num_rows, self.walk_shard)
         self.step_label = f"{self.name} step {index}"
         messages = Messages(self.comm, self.step_label, self.in_flight)
         for parcel in step.hop_out:
             messages.send(parcel, self.held)
         for parcel in step.hop_in:
             messages.receive(parcel, self.next_held)
-        self._move_partials(messages, previous, step)
+        if self.walk_accumulators.shapes:
+            self._move_partials(messages, previous, step)
         for parcel in step.owner_out:
             messages.send(parcel, self.walk_shard)
         for parcel in step.owner_in:
@@ -141,8 +148,13 @@ class _RunningPass:
 
     def compute(self, index: int) -> None:
         """Compute the tiles of a step, round by round; send finished results to their owners."""
+        rounds = self.program.steps[index].rounds
+        if self.program.stay_is_local:
+            for round_ in rounds:
+                self._compute_tiles(round_.tiles)
+            return
         passed_on = passed_back = None
-        for i, round_ in enumerate(self.program.steps[index].rounds):
+        for i, round_ in enumerate(rounds):
             for inbound in (self.fetches[i] if index == 0 else None, passed_on):
                 if inbound:
                     inbound.wait()
@@ -168,14 +180,17 @@ class _RunningPass:
 
     def finish(self) -> tuple[PassOutput, PassOutput]:
         """The results of the side that stays and of walkers, when owners have all partial ones."""
-        last = self._messages("reduce")
-        self._move_partials(last, self.program.steps[-1], None)
-        last.post().wait()
+        if self.walk_accumulators.shapes:
+            last = self._messages("reduce")
+            self._move_partials(last, self.program.steps[-1], None)
+            last.post().wait()
         stay = self.program.stay
         if stay.own_in_shard:
             own_results = tuple([pack(x, stay.own_in_buffer) for x in self.stay_partial])
             self.stay_total.add(stay.own_in_shard, own_results)
-        for messages in list(self.in_flight):  # results, and rows passed on in the last round
+        for messages in self.returning:
+            messages.wait()
+        for messages in list(self.in_flight):  # rows passed on in the last round
             messages.wait()
         stay_results = PassOutput(self.stay_total.buffers(), self.stay)
         return stay_results, PassOutput(self.walk_total.buffers(), self.gathered)
@@ -236,7 +251,8 @@ class _RunningPass:
             messages.send(parcel, self.stay_partial, dtypes)
         for parcel in exchange.receive:
             messages.collect(parcel, self.stay_partial, put, dtypes)
-        return messages.post()
+        self.returning.append(messages.post())
+        return messages
 
 
 def _fetch_buffers(stay: Stay, shard: Tensors) -> Tensors:

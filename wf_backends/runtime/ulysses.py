@@ -73,6 +73,8 @@ class HeadExchange:
         Raises:
             ValueError: if the heads of a member are not a multiple of `chunks`.
         """
+        if chunks == 1:
+            return (self,)
         num_heads, rest = divmod(self.heads_per_member, chunks)
         if rest:  # as of one key head that several members get
             raise ValueError(
