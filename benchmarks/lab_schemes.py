@@ -19,7 +19,7 @@ from wf_backends.planner import legal_degrees
 from wf_backends.planner.plan import Choice, Plan, Request
 from wf_backends.planner.search import plan_for, price_plan
 from wf_backends.schedule.mask import Mask
-from wf_backends.schedule.placement import divisors, in_rank_order, read_placed
+from wf_backends.schedule.placement import default_placement, divisors, read_placed
 
 RING = "ring"
 AUTO = "auto"
@@ -80,7 +80,7 @@ def schemes(request: Request) -> list[Scheme]:
     """
     result: list[Scheme] = []
     for name, degree, size, route in named_schemes(request):
-        placed = in_rank_order(route, size)
+        placed = default_placement(route, size)
         result.append(Scheme(name, price_plan(request, Choice(degree, placed, placed))))
     for name, route in host_size_schemes(request):
         placed = read_placed(route, request.topology.size)

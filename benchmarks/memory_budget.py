@@ -27,7 +27,7 @@ from wf_backends.budget import Buckets, Decoder, MemoryOptions, Training
 from wf_backends.cluster import load
 from wf_backends.lowering import Shape
 from wf_backends.planner import Choice, Request, Workload, price_plan
-from wf_backends.schedule import in_rank_order, make_mask
+from wf_backends.schedule import default_placement, make_mask
 
 RANK = Path(__file__).with_name("memory_rank.py")
 # The C library returns freed memory to the system at once, so that earlier peaks do not count.
@@ -101,7 +101,7 @@ class Case:
         mask = make_mask(True, (-1, -1)).within(seqlen)
         workload = Workload(shape, seqlen, mask, "zigzag", "auto")
         topology = replace(load("one-host"), ranks_per_host=self.ranks)
-        route = in_rank_order({"name": self.route}, self.ranks)
+        route = default_placement({"name": self.route}, self.ranks)
         plan = price_plan(Request(topology, workload), Choice(1, route, route))
         return plan.cost.memory_bytes / (seqlen / self.ranks)
 

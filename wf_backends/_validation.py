@@ -21,7 +21,7 @@ UNITS = {  # in capital letters -> bytes
     **{f"{prefix}B": 1000**i for i, prefix in enumerate("KMGT", start=1)},
     **{f"{prefix}IB": 1024**i for i, prefix in enumerate("KMGT", start=1)},
 }
-MAX_COUNT = 2**16  # ranks, layers or parts: no job has more, and planning for more takes long
+MAX_PARTS = 2**16  # ranks, layers or parts: no job has more, and planning for more takes long
 MAX_TOKENS = 1 << 62
 MIN_SECONDS, MAX_SECONDS = 1e-3, 1e9  # of a timeout; torch counts ms, or ns in 64 bits
 
@@ -74,7 +74,7 @@ def is_real(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def positive(name: str, value: object, maximum: int = MAX_COUNT) -> None:
+def positive(name: str, value: object, maximum: int = MAX_PARTS) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {short(value)}")
     if value > maximum:

@@ -13,7 +13,7 @@ from wf_backends.lowering.message_bytes import Shape
 from wf_backends.planner.plan import Choice, Request
 from wf_backends.planner.search import price_plan
 from wf_backends.schedule.mask import CAUSAL, Mask
-from wf_backends.schedule.placement import in_rank_order
+from wf_backends.schedule.placement import default_placement
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(ROOT / "benchmarks")
@@ -27,7 +27,7 @@ ROUTES = ({"name": "ring"}, {"name": "mesh", "rows": 2, "cols": 2}, {"name": "al
 def test_every_predicted_second_is_in_one_phase(route) -> None:
     topology = replace(PRESETS["h100-8x400g"].with_ranks(8), agreement_s=0.01)
     request = Request(topology, Workload(Shape(1, 8, 8, 64, 2), 4096, Mask(CAUSAL)))
-    placed = in_rank_order(route, 4)
+    placed = default_placement(route, 4)
     plan = price_plan(request, Choice(2, placed, placed))
     predicted = lab_timeline.predicted_phases(plan)
     costs = (plan.around, plan.forward, plan.backward)

@@ -16,7 +16,7 @@ from wf_backends.cluster.presets import PRESETS
 from wf_backends.comm import Communicator
 from wf_backends.planner.plan import Choice, Request
 from wf_backends.planner.search import price_plan
-from wf_backends.schedule.placement import in_rank_order
+from wf_backends.schedule.placement import default_placement
 
 pytestmark = pytest.mark.processes
 
@@ -25,7 +25,7 @@ def trace(comm: Communicator, path: str) -> None:
     torch.set_num_threads(1)
     model = Model(4, 2, 16, 256, dtype="float32")
     request = Request(PRESETS["one-host"].with_ranks(comm.size), model.workload())
-    mesh = in_rank_order({"name": "mesh", "rows": 2, "cols": comm.size // 2}, comm.size)
+    mesh = default_placement({"name": "mesh", "rows": 2, "cols": comm.size // 2}, comm.size)
     plan = price_plan(request, Choice(1, mesh, mesh))
     work = prepare(plan, model, comm, partial(draw_inputs, model, comm.rank, torch.device("cpu")))
     write_trace([plan], [work], comm, Path(path))

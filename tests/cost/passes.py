@@ -6,7 +6,7 @@ from typing import Any
 
 from wf_backends.cost.workload import BACKWARD_KEYS, BACKWARD_QUERIES, FORWARD, PassKind
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.schedule.placement import Placed, in_rank_order
+from wf_backends.schedule.placement import Placed, default_placement
 
 SHAPE = Shape(batch=1, heads=8, kv_heads=4, head_dim=16, itemsize=2)
 FORWARD_QUERIES = PassKind("forward", queries_walk=True)
@@ -19,4 +19,4 @@ def kind_id(kind: PassKind) -> str:
 
 def route(n: int, **keys: Any) -> Placed:
     """A route of n ranks in rank order, from the keys of its block in a config."""
-    return in_rank_order(keys, n)
+    return default_placement(keys, n)

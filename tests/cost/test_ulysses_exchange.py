@@ -11,7 +11,7 @@ import pytest
 from tests.cost.passes import SHAPE
 from tests.planning import lab_cluster
 from wf_backends.cost.simulator import LinkEnd, link_ends
-from wf_backends.cost.ulysses import exchange_bytes, exchange_s, ulysses_cost
+from wf_backends.cost.ulysses import exchange_bytes, exchange_seconds, ulysses_cost
 from wf_backends.cost.workload import HeadSplit, Workload
 from wf_backends.runtime.ulysses import make_head_exchange
 from wf_backends.schedule.layout import make_layout
@@ -75,7 +75,7 @@ def test_an_exchange_takes_the_measured_time_in_place_of_the_latency() -> None:
     split = HeadSplit(Workload(SHAPE, 96), lab_cluster(2, 4, 1), 4)
     measured = replace(split, topology=replace(split.topology, exchange_s=0.5))
     for load, span in zip(exchange_bytes(split), ulysses_cost(measured).spans, strict=True):
-        without_latency_s = exchange_s(split, load) - split.topology.inside.latency_s
+        without_latency_s = exchange_seconds(split, load) - split.topology.inside.latency_s
         assert span.stop - span.start == pytest.approx(without_latency_s + 0.5)
 
 

@@ -29,7 +29,7 @@ from wf_backends.cluster import load  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
 from wf_backends.lowering import Shape  # noqa: E402
 from wf_backends.planner import Choice, Request, Workload, price_plan  # noqa: E402
-from wf_backends.schedule import in_rank_order, make_mask  # noqa: E402
+from wf_backends.schedule import default_placement, make_mask  # noqa: E402
 from wf_transformers.folders import layers  # noqa: E402
 from wf_transformers.folders.shape import model_shape  # noqa: E402
 
@@ -130,7 +130,7 @@ def attention_bytes_a_token(model: Decoder) -> float:
     """Of the buffers of a ring of one rank, as the planner prices them."""
     shape = Shape(1, model.heads, model.kv_heads, model.head_dim, model.itemsize)
     work = Workload(shape, SEQLEN, make_mask(True, (-1, -1)).within(SEQLEN), "zigzag")
-    ring = in_rank_order({"name": "ring"}, 1)
+    ring = default_placement({"name": "ring"}, 1)
     request = Request(replace(load("one-host"), ranks_per_host=1), work)
     return price_plan(request, Choice(1, ring, ring)).cost.memory_bytes / SEQLEN
 

@@ -12,10 +12,10 @@ from wf_backends.cost.workload import FORWARD, Cost, HeadSplit, Workload
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.planner.plan import Choice, Request
 from wf_backends.planner.search import price_plan
-from wf_backends.schedule.placement import Placed, in_rank_order, place, routes
+from wf_backends.schedule.placement import Placed, default_placement, place, routes
 
 SHAPE = Shape(batch=1, heads=4, kv_heads=4, head_dim=16, itemsize=2)
-ALL_GATHER = in_rank_order({"name": "all_gather"}, 4)
+ALL_GATHER = default_placement({"name": "all_gather"}, 4)
 ROWS = 256  # of a rank
 LATENCY_S = 1e-3
 
@@ -69,12 +69,12 @@ def gathers_keys_alone_without_hops(placed: Placed, size: int) -> bool:
 def test_keys_stay_on_routes_that_gather_keys_alone_and_have_no_hops(size: int) -> None:
     """On other routes queries would walk, and their results would have to be sent back."""
     for route in routes(size):
-        placed = in_rank_order(route, size)
+        placed = default_placement(route, size)
         assert placed.keys_stay == gathers_keys_alone_without_hops(placed, size), route
 
 
-@pytest.mark.parametrize("route", routes(4), ids=lambda route: str(in_rank_order(route, 4)))
+@pytest.mark.parametrize("route", routes(4), ids=lambda route: str(default_placement(route, 4)))
 def test_a_forward_is_priced_with_the_side_that_stays(route: dict) -> None:
-    placed, split = in_rank_order(route, 4), on_four_hosts(1e6)
+    placed, split = default_placement(route, 4), on_four_hosts(1e6)
     kind = replace(FORWARD, queries_walk=gathers_keys_alone_without_hops(placed, 4))
     assert forward_cost(split, placed, 4) == pass_cost(split, place(placed, 4), kind)

@@ -15,14 +15,14 @@ from wf_backends.planner.explanation import scheme
 from wf_backends.planner.plan import Choice, Request
 from wf_backends.planner.search import all_plans, best_plan, price_plan
 from wf_backends.schedule.mask import CAUSAL, Mask
-from wf_backends.schedule.placement import in_rank_order, place, read_placed
+from wf_backends.schedule.placement import default_placement, place, read_placed
 
 WIDE_SHAPE = Shape(batch=1, heads=4, kv_heads=4, head_dim=64, itemsize=4)
 
 
 def test_more_memory_never_slows_a_plan() -> None:
     request = Request(cluster(8, 1, gbit=0.025), Workload(WIDE_SHAPE, 8192), degrees=(1,))
-    ring = in_rank_order({"name": "ring"}, 8)
+    ring = default_placement({"name": "ring"}, 8)
     ring_bytes = price_plan(request, Choice(1, ring, ring)).cost.memory_bytes
     limits = [ring_bytes * factor for factor in (1, 1.5, 4)]
     plans = [best_plan(replace(request, memory_bytes=limit)) for limit in limits]

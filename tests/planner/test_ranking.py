@@ -10,7 +10,7 @@ import pytest
 from tests.planning import SHAPE, cluster
 from wf_backends.cost.workload import Cost, Workload
 from wf_backends.planner.plan import Choice, Plan, Request, ranked
-from wf_backends.schedule.placement import in_rank_order
+from wf_backends.schedule.placement import default_placement
 
 RING, ALL_GATHER = {"name": "ring"}, {"name": "all_gather"}
 MESH = {"name": "mesh", "rows": 2, "cols": 2}
@@ -21,7 +21,7 @@ def plan_with(
     forward: dict[str, Any], backward: dict[str, Any] | None = None, **cost: float
 ) -> Plan:
     """A plan of these routes whose forward has this cost, and whose backward costs nothing."""
-    routes = (in_rank_order(route, 4) for route in (forward, backward or forward))
+    routes = (default_placement(route, 4) for route in (forward, backward or forward))
     return Plan(Choice(1, *routes), Cost(**cost), Cost(), Cost())
 
 

@@ -21,7 +21,13 @@ from wf_backends.parallel.choose import named_choice, request_of
 from wf_backends.planner.plan import TIE, Choice, Request, rounded
 from wf_backends.planner.search import all_plans, best_plan, price_plan
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
-from wf_backends.schedule.placement import divisors, in_rank_order, place, placements, read_placed
+from wf_backends.schedule.placement import (
+    default_placement,
+    divisors,
+    place,
+    placements,
+    read_placed,
+)
 from wf_backends.schedule.schedule import check
 
 DOCUMENTS = Mask(CAUSAL, (0, 90, 100, 500, 720, 1000, 1024))
@@ -174,7 +180,7 @@ def test_one_key_head_on_slow_links_takes_no_ring() -> None:
     """8 hosts of one rank and one query head: gathering two shards of keys sends less."""
     shape = Shape(batch=1, heads=1, kv_heads=1, head_dim=64, itemsize=4)
     request = Request(cluster(8, 1, gbit=0.025), Workload(shape, 8192))
-    plan, ring = best_plan(request), in_rank_order({"name": "ring"}, 8)
+    plan, ring = best_plan(request), default_placement({"name": "ring"}, 8)
     ring_plan = price_plan(request, Choice(1, ring, ring))
     assert plan.choice.forward.route["name"] != "ring"
     assert plan.cost.nic_bytes < ring_plan.cost.nic_bytes
@@ -184,7 +190,7 @@ def test_one_key_head_on_slow_links_takes_no_ring() -> None:
 def test_the_fewest_bytes_win_where_tiles_hide_all_messages() -> None:
     shape = Shape(batch=1, heads=4, kv_heads=1, head_dim=64, itemsize=4)
     request = Request(cluster(8, 1, gbit=10_000), Workload(shape, 65536), degrees=(1,))
-    plan, ring = best_plan(request), in_rank_order({"name": "ring"}, 8)
+    plan, ring = best_plan(request), default_placement({"name": "ring"}, 8)
     assert plan.choice.in_rank_order and plan.choice.moves == "keys"
     assert plan.cost.exposed_s < 0.01 * plan.cost.compute_s
     ring_plan = price_plan(request, Choice(1, ring, ring))

@@ -11,7 +11,7 @@ from tests.slices import block_causal, prefix_lm, sliced
 from wf_backends.planner import Choice, Request, Workload, all_plans, plan_for, price_plan
 from wf_backends.planner.proxy import representative
 from wf_backends.schedule.mask import CAUSAL, Band, Mask, make_mask
-from wf_backends.schedule.placement import in_rank_order
+from wf_backends.schedule.placement import default_placement
 
 S = 2048
 
@@ -67,7 +67,7 @@ def test_slices_that_a_grid_would_lose_are_planned_for_as_they_are():
 )
 def test_a_mask_costs_the_same_in_slices(route, mask, slices, max_nic_ratio):
     """A window has an order of hops of its own, which sends less (lowering/problem.py)."""
-    placed = in_rank_order(route, 8)
+    placed = default_placement(route, 8)
     expected, cost = (
         price_plan(request_for(m, "contiguous"), Choice(1, placed, placed)).cost
         for m in (mask, make_mask(**sliced(*slices)))
@@ -79,7 +79,7 @@ def test_a_mask_costs_the_same_in_slices(route, mask, slices, max_nic_ratio):
 def test_a_balanced_layout_computes_less_long_than_zigzag():
     """Two documents of frames, for which zigzag over the whole sequence is uneven."""
     frames = [(a, a + 128, 1408 * (a >= 1408), a + 128, "full") for a in range(0, S, 128)]
-    mask, ring = make_mask(**sliced(*frames)), in_rank_order({"name": "ring"}, 8)
+    mask, ring = make_mask(**sliced(*frames)), default_placement({"name": "ring"}, 8)
     balanced, zigzag = (
         price_plan(request_for(mask, layout), Choice(1, ring, ring)).cost
         for layout in ("balanced", "zigzag")
@@ -93,7 +93,7 @@ def test_closed_forms_compute_in_proportion_to_the_scores_of_the_slices():
         replace(request_for(mask, "balanced", 16, 8), exact_up_to=0)
         for mask in (make_mask(**block_causal(64, S)), Mask())
     )
-    ring = in_rank_order({"name": "ring"}, 128)
+    ring = default_placement({"name": "ring"}, 128)
     slices_cost, full_cost = (
         price_plan(request, Choice(1, ring, ring)).cost for request in (slices, full)
     )

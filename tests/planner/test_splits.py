@@ -13,7 +13,7 @@ from wf_backends.planner.head_splits import legal_chunks, legal_degrees, legal_s
 from wf_backends.planner.plan import Choice, Plan, Request
 from wf_backends.planner.search import all_plans, best_plan, price_plan
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
-from wf_backends.schedule.placement import in_rank_order
+from wf_backends.schedule.placement import default_placement
 
 
 def plan_of_config(request: Request, plan: Plan) -> Plan:
@@ -114,7 +114,7 @@ def test_heads_are_traded_between_hosts_where_nics_are_slow(exact_up_to: int) ->
 
 
 def test_all_heads_at_once_among_neighbours_is_the_simplest_split() -> None:
-    ring = in_rank_order({"name": "ring"}, 4)
+    ring = default_placement({"name": "ring"}, 4)
     request = Request(cluster(4, 2), Workload(SHAPE, 4096))
     choice = price_plan(request, Choice(2, ring, ring)).choice
     assert choice.complexity < replace(choice, chunks=2).complexity

@@ -12,9 +12,9 @@ from wf_backends.cost.route_shape import shape_of
 from wf_backends.cost.workload import HeadSplit, Workload
 from wf_backends.schedule.placement import (
     Placed,
+    default_placement,
     digits,
     divisors,
-    in_rank_order,
     permutation,
     place,
     placements,
@@ -131,17 +131,17 @@ def test_routes_lists_every_divisor_as_mesh_team_and_double_ring() -> None:
     assert [len(digits(route, 16)) for route in routes_of_16[:2]] == [1, 1]
 
 
-@pytest.mark.parametrize("route", routes(16), ids=lambda route: str(in_rank_order(route, 16)))
+@pytest.mark.parametrize("route", routes(16), ids=lambda route: str(default_placement(route, 16)))
 def test_shape_of_a_route_agrees_with_its_schedule(route: dict) -> None:
     split = HeadSplit(Workload(SHAPE, 1024), cluster(4, 4))
-    shape, schedule = shape_of(in_rank_order(route, 16), split), make_schedule(route, 16)
+    shape, schedule = shape_of(default_placement(route, 16), split), make_schedule(route, 16)
     gathers = shape.queries.foreign > 0, shape.keys.foreign > 0
     assert gathers == schedule.gathers()
     assert shape.num_hops == len(schedule.hops)
 
 
 def test_a_route_without_a_shape_is_refused() -> None:
-    placed = in_rank_order({"name": "spiral"}, 4)
+    placed = default_placement({"name": "spiral"}, 4)
     with pytest.raises(NotImplementedError, match="'spiral' has no shape"):
         shape_of(placed, HeadSplit(Workload(SHAPE, 64), cluster(1, 4)))
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer import Option
 
-from wf_backends._validation import AUTO, MAX_COUNT
+from wf_backends._validation import AUTO, MAX_PARTS
 from wf_backends.cli import options as o
 from wf_backends.cli.budget import make_budget, show_budget
 from wf_backends.cli.plan_table import full_table, short_table
@@ -34,7 +34,7 @@ from wf_backends.planner import (
     representative,
     with_message_counts,
 )
-from wf_backends.schedule import in_rank_order, make_layout
+from wf_backends.schedule import default_placement, make_layout
 
 MAX_MEMORY_GIB = 2**20  # of a rank
 FIGURES = ("compute_s", "exposed_s", "nic_bytes", "inside_bytes", "memory_bytes")  # of a Cost
@@ -73,13 +73,13 @@ def plan(
         wallfacer plan --ranks 8 --seqlen 65536 --mask mask.json --layout balanced
     """
     o.check_range(0, ulysses_degree=ulysses_degree, exact_up_to=exact_up_to)
-    o.check_range(0, MAX_COUNT, ranks=ranks)
+    o.check_range(0, MAX_PARTS, ranks=ranks)
     o.check_range(0, MAX_MEMORY_GIB, memory_gib=memory_gib)
     o.check_range(1, top=6 if top is None else top, data_parallel_size=data_parallel_size)
     if show_all and top is not None:
         raise ValueError(f"--all contradicts --top {top}: leave one of them out")
     cluster, added = load_extended(topology, ranks)
-    o.check_range(0, MAX_COUNT, ranks=cluster.size)
+    o.check_range(0, MAX_PARTS, ranks=cluster.size)
     asked = Request(
         cluster,
         model.workload(),
@@ -154,7 +154,7 @@ def priced(asked: Request) -> Request:
 
 def plain_ring(request: Request) -> Plan:
     """The plan of Ring Attention, with which every plan is compared."""
-    ring = in_rank_order({"name": "ring"}, request.topology.size)
+    ring = default_placement({"name": "ring"}, request.topology.size)
     return price_plan(request, Choice(1, ring, ring))
 
 

@@ -24,7 +24,7 @@ from wf_backends.comm import HEADER_INTEGERS, Communicator, gather_small
 from wf_backends.runtime import Messages, gather_rows, make_head_exchange
 from wf_backends.schedule import make_layout
 
-REPEATS = 7  # of which the median counts
+COLLECTIVE_REPEATS = 7  # of which the median counts
 NO_REPEATS_AFTER_S = 6.0  # of measuring: all must be done in ten seconds
 
 
@@ -73,7 +73,7 @@ def _agreement_s(timer: Timer) -> float:
     if not timer.comm.on_host:
         return 0.0
     header = torch.zeros(HEADER_INTEGERS, dtype=torch.int64)
-    return median(timer.times(lambda: gather_small(timer.comm, header), REPEATS))
+    return median(timer.times(lambda: gather_small(timer.comm, header), COLLECTIVE_REPEATS))
 
 
 def _exchange_s(timer: Timer, per_host: int) -> float:
@@ -90,7 +90,7 @@ def _exchange_s(timer: Timer, per_host: int) -> float:
             gather_rows(messages, exchange, x)
         messages.post().wait()
 
-    return median(timer.times(exchange_qkv, REPEATS))
+    return median(timer.times(exchange_qkv, COLLECTIVE_REPEATS))
 
 
 def _memory_bytes(device: torch.device, per_host: int) -> float:

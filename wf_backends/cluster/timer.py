@@ -16,7 +16,6 @@ from wf_backends.comm import Communicator, Pending, gather_small, sum_over_ranks
 MIN_BYTES, MAX_BYTES = 1 << 16, 1 << 24  # of a message
 GROWTH = 4  # from one message size to the next
 LONG_MESSAGE_S = 0.8  # of the message that a rate is measured by, if MAX_BYTES allow it
-REPEATS = 5
 FEW_REPEATS = 3  # of what varies little
 MAX_TOTAL_S = 1.5  # of the repeats of a message
 OVERLAPS_IN_A_ROW = 4
@@ -111,7 +110,7 @@ class Timer:
         return max(long_s - short_s, short_s / EXCHANGES_IN_A_ROW) / EXCHANGES_IN_A_ROW
 
     def rate(
-        self, peers: Peers, latency_s: float, long_s: float = LONG_MESSAGE_S, repeats: int = REPEATS
+        self, peers: Peers, latency_s: float, long_s: float = LONG_MESSAGE_S, repeats: int = 5
     ) -> float:
         """Bytes per second, from a message of `long_s` seconds and a shorter message.
 

@@ -15,7 +15,7 @@ from typing import Any
 from wf_backends._validation import nearest, positive
 
 KERNEL_NAMES = ("reference", "sdpa", "flash")
-MAX_COUNT = 10**6  # hosts, ranks or NICs
+MAX_MACHINES = 10**6  # hosts, ranks or NICs
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # in a file: with others bytes / rate may not be finite
 
 
@@ -80,7 +80,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            positive(f"topology key {name!r}", getattr(self, name), MAX_COUNT)
+            positive(f"topology key {name!r}", getattr(self, name), MAX_MACHINES)
         if self.ranks_per_host % self.nics_per_host:
             raise ValueError(
                 f"nics_per_host must divide ranks_per_host {self.ranks_per_host} (every rank "

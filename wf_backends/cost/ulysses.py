@@ -61,7 +61,7 @@ def _qkv_and_out_bytes(split: HeadSplit, queries: float, keys: float) -> tuple[f
     return qkv, queries * width_bytes * shape.value
 
 
-def exchange_s(split: HeadSplit, sent: LinkBytes) -> float:
+def exchange_seconds(split: HeadSplit, sent: LinkBytes) -> float:
     """Seconds of an exchange: bytes / rate of the busiest link + max(latency, `min_exchange_s`)."""
     topology, min_s = split.topology, min_exchange_s(split)
     links = (topology.inside, sent.inside), (topology.between, sent.nic)
@@ -94,7 +94,7 @@ def ulysses_cost(split: HeadSplit) -> Cost:
     if split.degree == 1:
         return cost
     for name, sent in zip(("ulysses qkv", "ulysses out"), exchange_bytes(split), strict=True):
-        seconds = exchange_s(split, sent)
+        seconds = exchange_seconds(split, sent)
         spans = (Span(name, "transfer", 0.0, seconds),)
         cost += Cost(seconds, 0.0, seconds, chunks * sent.nic, chunks * sent.inside, spans=spans)
     share, workload = split.degree / split.topology.size, split.workload

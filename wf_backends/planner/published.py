@@ -8,7 +8,7 @@ from dataclasses import replace
 from wf_backends.planner.head_splits import legal_degrees
 from wf_backends.planner.plan import Choice, Plan, Request, ranked
 from wf_backends.planner.search import price_plan
-from wf_backends.schedule import divisors, in_rank_order
+from wf_backends.schedule import default_placement, divisors
 
 
 def named_schemes(ring: Plan, request: Request, size: int) -> dict[str, Plan | str]:
@@ -26,8 +26,10 @@ def named_schemes(ring: Plan, request: Request, size: int) -> dict[str, Plan | s
         no_ulysses = no_teams = f"not predicted where {num_ranks} ranks stand for all"
 
     def best(settings: Iterable[tuple[int, dict[str, object]]], why_not: str) -> Plan | str:
-        placed = [(degree, in_rank_order(route, num_ranks // degree)) for degree, route in settings]
-        plans = [price_plan(request, Choice(degree, route, route)) for degree, route in placed]
+        plans = list[Plan]()
+        for degree, route in settings:
+            placed = default_placement(route, num_ranks // degree)
+            plans.append(price_plan(request, Choice(degree, placed, placed)))
         return ranked(plans, request)[0] if plans else why_not
 
     ring_route: dict[str, object] = {"name": "ring"}

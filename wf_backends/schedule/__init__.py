@@ -12,9 +12,9 @@ from wf_backends.schedule.layout import (
 from wf_backends.schedule.mask import Mask, make_mask
 from wf_backends.schedule.placement import (
     Placed,
+    default_placement,
     digits,
     divisors,
-    in_rank_order,
     place,
     placements,
     read_placed,
@@ -58,7 +58,7 @@ __all__ = [
     "digits",
     "divisors",
     "globalize",
-    "in_rank_order",
+    "default_placement",
     "intersect",
     "join",
     "layout_of",

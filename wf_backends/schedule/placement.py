@@ -95,7 +95,7 @@ def digits(route: Mapping[str, Any], n: int) -> tuple[int, ...]:
     return tuple(named_digits(route, n).values())
 
 
-def in_rank_order(route: Mapping[str, Any], n: int) -> Placed:
+def default_placement(route: Mapping[str, Any], n: int) -> Placed:
     """The placement in which rank r plays part r of the route."""
     return Placed(tuple(sorted(route.items())), tuple(range(len(digits(route, n)))))
 
@@ -114,7 +114,7 @@ def read_placed(route: Mapping[str, Any], n: int, max_host_size: int | None = No
     """
     named = {key: value for key, value in route.items() if key not in (ORDER, HOST_SIZE)}
     make_schedule(named, n)  # refuses what does not fit
-    plain = in_rank_order(named, n)
+    plain = default_placement(named, n)
     order = route.get(ORDER, plain.order)
     listed = tuple(cast(tuple[Any, ...], order)) if isinstance(order, list | tuple) else ()
     if any(type(digit) is not int for digit in listed) or sorted(listed) != list(plain.order):
@@ -209,7 +209,7 @@ def routes(n: int) -> list[dict[str, Any]]:
 def placements(n: int) -> tuple[Placed, ...]:
     """Every route for n ranks with every order of its digits."""
     return tuple(
-        replace(in_rank_order(route, n), order=order)
+        replace(default_placement(route, n), order=order)
         for route in routes(n)
         for order in orders(digits(route, n))
     )
