@@ -11,14 +11,18 @@ from __future__ import annotations
 import importlib.util
 import runpy
 import sys
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from wf_backends import launch
+from wf_backends._validation import seconds
 from wf_backends.comm import DEFAULT_TIMEOUT_S
 from wf_deepspeed.entry import start
 from wf_deepspeed.unmodified import opened
 
+USAGE = "python -m wf_deepspeed [--timeout=SECONDS] (script.py | -m module) [arguments]"
 TIMEOUT, LOCAL_RANK = "--timeout=", "--local_rank="
 
 
@@ -27,14 +31,14 @@ def main(arguments: list[str]) -> None:
 
     `--timeout=SECONDS` before them sets how long ranks wait for each other.
     """
-    timeout, is_module, arguments = split(arguments)
+    try:
+        timeout, is_module, arguments = split(arguments)
+    except ValueError as error:
+        raise SystemExit(f"usage: {USAGE}; {error}") from None
     if not arguments or not exists(arguments[0], is_module):
         kind = "module" if is_module else "file"
         named = f"; there is no {kind} {arguments[0]!r}" if arguments else ""
-        raise SystemExit(
-            "usage: python -m wf_deepspeed [--timeout=SECONDS] "
-            f"(script.py | -m module) [arguments]{named}"
-        )
+        raise SystemExit(f"usage: {USAGE}{named}")
     sys.argv = arguments
     launch.init(timeout=timeout)
     start(timeout=timeout)
@@ -60,14 +64,20 @@ def split(arguments: list[str]) -> tuple[float, bool, list[str]]:
     """(seconds of `--timeout=`, whether `-m` names a module; the script or module, its arguments).
 
     `deepspeed --module` puts --local_rank before them: it is an argument of the program.
+
+    Raises:
+        ValueError: for a `--timeout=` that is no number of seconds.
     """
     options = list(takewhile(lambda x: x.startswith((TIMEOUT, LOCAL_RANK)), arguments))
     program = arguments[len(options) :]
-    timeouts = [float(x.removeprefix(TIMEOUT)) for x in options if x.startswith(TIMEOUT)]
+    timeouts = [x.removeprefix(TIMEOUT) for x in options if x.startswith(TIMEOUT)]
+    timeout: Any = timeouts[-1] if timeouts else DEFAULT_TIMEOUT_S
+    with suppress(ValueError):  # of a word, which the check names
+        timeout = float(timeout)
+    seconds("--timeout", timeout)
     local_rank = [x for x in options if x.startswith(LOCAL_RANK)]
     is_module = program[:1] == ["-m"]
     program = program[1:] if is_module else program
-    timeout = timeouts[-1] if timeouts else DEFAULT_TIMEOUT_S
     return timeout, is_module, [*program[:1], *local_rank, *program[1:]]
 
 

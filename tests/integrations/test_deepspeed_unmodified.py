@@ -25,7 +25,7 @@ import wf_deepspeed  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 from tests.integrations.deepspeed_trainer import NUM_EVALUATED, assert_logits_close  # noqa: E402
 from wf_deepspeed import unmodified  # noqa: E402
-from wf_deepspeed.__main__ import split  # noqa: E402
+from wf_deepspeed.__main__ import main, split  # noqa: E402
 from wf_deepspeed.config import BATCH_KEYS  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
@@ -177,6 +177,12 @@ def test_an_engine_without_a_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 def test_a_missing_script_is_an_error_with_a_usage_line() -> None:
     with pytest.raises(AssertionError, match=r"usage: python -m wf_deepspeed .* 'nowhere.py'"):
         run_ranks(["-m", "wf_deepspeed", "nowhere.py"], 1)
+
+
+@pytest.mark.parametrize("timeout", ["abc", "nan", "-1"])
+def test_a_timeout_that_is_no_number_is_an_error_with_a_usage_line(timeout: str) -> None:
+    with pytest.raises(SystemExit, match=r"usage: .* --timeout must be a number of seconds"):
+        main([f"--timeout={timeout}", "train.py"])
 
 
 def test_a_missing_module_is_an_error_with_a_usage_line() -> None:
