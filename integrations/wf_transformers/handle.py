@@ -125,6 +125,7 @@ class Handle:
             return batch
         if mask.shape != labels.shape:
             return batch
+        labels = labels if labels.is_floating_point() else labels.long()  # uint8 holds no -100
         padded = (mask == 0) & (labels != IGNORE_INDEX)
         if (count := int(padded.sum())) == 0:
             return batch

@@ -28,7 +28,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     sequence_parallel,
 )
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
-from wf_transformers import WholeBatchHooks, attach  # noqa: E402
+from wf_transformers import Handle, WholeBatchHooks, attach  # noqa: E402
 from wf_transformers.whole_batches.trainer import (  # noqa: E402
     compared_first,
     counted_once,
@@ -302,6 +302,15 @@ def test_labels_at_padding_are_ignored_with_one_warning(arguments: dict[str, int
         losses = run_threads(2, rank)
     assert sum("labels of this batch" in str(warning.message) for warning in warnings) == 2
     assert losses == pytest.approx([expected] * 2, rel=1e-6)
+
+
+def test_labels_of_bytes_at_padding_are_ignored() -> None:
+    """Torch takes -100 for 156 in uint8."""
+    labels, mask = torch.tensor([[3, 7, 156]], dtype=torch.uint8), torch.tensor([[1, 0, 0]])
+    padded = {"labels": labels, "attention_mask": mask}
+    with pytest.warns(UserWarning, match="2 labels of this batch are where"):
+        counted = Handle(one_rank()).without_padded_labels(padded)["labels"]
+    assert counted.tolist() == [[3, -100, -100]]
 
 
 @pytest.mark.parametrize("training", [False, True])
