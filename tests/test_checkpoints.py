@@ -78,7 +78,8 @@ def test_a_rank_that_is_killed_while_it_saves_is_named(tmp_path: Path) -> None:
         arguments = (tmp_path, rank, errors)
         context.Process(target=save_beside_a_killed_rank, args=arguments, daemon=True).start()
     assert received.poll(30), "rank 0 waits"
-    assert re.match(r"rank 0 of 2: 'gather', the message (to|from) rank 1 failed", received.recv())
+    error = received.recv()
+    assert re.match(r"rank 0 of 2: 'checkpoint', the message (to|from) rank 1 failed", error)
 
 
 def assert_complete(folder: Path) -> None:
@@ -87,10 +88,10 @@ def assert_complete(folder: Path) -> None:
     for name in names:
         steps = [torch.load(path)[0].item() for path in (folder / name).glob("*.pt")]
         assert len(steps) == NUM_RANKS * FILES_PER_RANK and len(set(steps)) == 1, (name, steps)
-    assert len(names) == sum(path.is_dir() and not path.suffix for path in folder.iterdir())
+    folders = {path.stem for path in folder.iterdir() if path.is_dir() and path.suffix != ".part"}
+    assert {Path(name).stem for name in names} == folders
     if (folder / "latest").exists():
-        latest = (folder / "latest").read_text()
-        assert latest in names or (folder / f"{latest}.old").is_dir()
+        assert find_checkpoint(folder).name in names
 
 
 def save(folder: Path, tag: str) -> None:
@@ -120,6 +121,24 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "step4" / "a.pt"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match="a.pt was cut off; the newest complete one is 'step2'"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_job_killed_while_it_renames_leaves_the_earlier_checkpoint_of_that_name(tmp_path: Path):
+    save(tmp_path, "last")
+    (tmp_path / "last").rename(tmp_path / "last.old")
+    (tmp_path / "last.part").mkdir()
+    assert complete(tmp_path) == ["last.old"]
+    assert find_checkpoint(tmp_path).name == find_checkpoint(tmp_path, "last").name == "last.old"
+    save(tmp_path, "last")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "latest"]
+
+
+def test_an_empty_file_latest_names_no_checkpoint(tmp_path: Path) -> None:
+    """Another program was killed, or met a full disk, while it wrote the file."""
+    save(tmp_path, "step2")
+    (tmp_path / "latest").write_text("")
+    with pytest.raises(ValueError, match="or it is empty; the newest complete one is 'step2'"):
         find_checkpoint(tmp_path)
 
 

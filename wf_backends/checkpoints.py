@@ -67,23 +67,31 @@ def find_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> P
         ValueError: if it is missing or incomplete; names the newest complete checkpoint.
     """
     folder, latest = Path(folder), Path(folder, LATEST)
-    if not tag and not latest.is_file():
+    tag = tag or (latest.read_text().strip() if latest.is_file() else "")
+    if not tag:
         names = complete(folder)
-        problem = f"{folder} has no file {LATEST!r}; {_newest(names)}"
+        problem = f"{folder} has no file {LATEST!r}, or it is empty; {_newest(names)}"
         raise ValueError(problem if names else f"no checkpoint in {folder}")
-    tag = tag or latest.read_text().strip()
-    if problem := _problem(folder / tag):
+    path = _whole(folder / tag)
+    if problem := _problem(path):
         raise ValueError(f"checkpoint {tag!r} in {folder} {problem}; {_newest(complete(folder))}")
-    return folder / tag
+    return path
 
 
 def complete(folder: Path) -> list[str]:
     """The names of the complete checkpoints in a folder, the oldest first."""
     if not folder.is_dir():
         return []
-    paths = [path for path in folder.iterdir() if path.is_dir() and path.suffix not in (PART, OLD)]
+    paths = [path for path in folder.iterdir() if path.is_dir() and path.suffix != PART]
+    paths = [path for path in paths if path == _whole(path.with_name(path.name.removesuffix(OLD)))]
     whole = [path for path in paths if not _problem(path)]
     return [path.name for path in sorted(whole, key=lambda path: path.stat().st_mtime)]
+
+
+def _whole(checkpoint: Path) -> Path:
+    """The folder of a checkpoint: `.old` if the job ended between the two renames."""
+    old = checkpoint.with_name(checkpoint.name + OLD)
+    return old if old.is_dir() and not checkpoint.exists() else checkpoint
 
 
 def _newest(names: list[str]) -> str:
@@ -103,8 +111,8 @@ def _problem(checkpoint: Path) -> str | None:
 def _put_in_place(part: Path, whole: Path) -> None:
     """Rename `part` to `whole`; an earlier `whole` is renamed to `.old` first, then deleted."""
     old = whole.with_name(whole.name + OLD)
-    shutil.rmtree(old, ignore_errors=True)
     if whole.exists():
+        shutil.rmtree(old, ignore_errors=True)
         whole.rename(old)
     part.rename(whole)
     shutil.rmtree(old, ignore_errors=True)
@@ -116,4 +124,4 @@ def _is_rank_0() -> bool:
 
 def _wait_for_all() -> None:
     """Return when all ranks have called this. An error names the rank that did not."""
-    gather_small(make_comm(), torch.zeros(1)).tolist()
+    gather_small(make_comm(), torch.zeros(1), "checkpoint").tolist()
