@@ -183,6 +183,17 @@ def test_without_rank_0_rank_1_alone_reports(
         assert "ranks [1] answered" in text and "Rank 0 has ended" in text
 
 
+def test_of_two_ranks_that_report_at_the_same_time_one_is_heard(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = HashStore()
+    boards = Board(store), Board(store)
+    assert not any(board.reported for board in boards)
+    for board in boards:
+        board.report("fault report: ...")
+    assert len(caplog.records) == 1 and all(board.reported for board in boards)
+
+
 def test_a_log_folder_that_cannot_be_written_does_not_hide_the_fault(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -208,6 +219,37 @@ def test_a_store_that_does_not_answer_counts_as_gone(monkeypatch: pytest.MonkeyP
     start = time.monotonic()
     assert board.read("fault", 1) is None and board.gone
     assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize("seconds", [0, 60])
+def test_a_python_that_starts_no_thread_while_it_ends_asks_the_store_itself(seconds: int) -> None:
+    """Python 3.12: without this no rank that ends by an error would be heard."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_WITHOUT_THREADS.format(seconds=seconds)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == (0 if seconds == 0 else 1), done
+    assert ("answer" in done.stdout) == (seconds == 0), done
+    assert "Exception" not in done.stderr, done
+
+
+ENDS_WITHOUT_THREADS = """
+import atexit, threading, time
+from wf_backends.comm import in_time
+
+def refuse(*_):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+def call():
+    time.sleep({seconds})
+    return "answer"
+
+atexit.register(lambda: print(in_time(call, 0.5)))
+threading.Thread.start = refuse
+"""
 
 
 def test_in_time_raises_an_error_of_any_kind_at_once() -> None:

@@ -11,6 +11,7 @@ sends SIGTERM at once, and SIGKILL 30 s later.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -32,7 +33,9 @@ ANSWER_S = 2.0  # how long a rank whose wait failed waits for the notes of other
 STORE_S = 3.0  # how long the store may take to answer; if rank 0 is stopped, it never does
 PAUSE_S = 0.005  # between looks at the store; mpirun sends SIGKILL 0.02 s after SIGTERM
 MAX_NAMED_RANKS = 8  # at one place, in a report
-LEFT, LOG_FOLDER, REPORT = "left", "log folder", "report"  # topics of notes
+STDERR = 2  # not sys.stderr, which a program may have replaced by what is no file
+LEFT, LOG_FOLDER = "left", "log folder"  # topics of notes
+REPORTS = "reports"  # key: how many ranks have come to report
 Note = dict[str, Any]
 T = TypeVar("T")
 
@@ -53,6 +56,8 @@ def note_of(wait: Wait, global_ranks: Sequence[int]) -> Note:
 def in_time(call: Callable[[], T], timeout: float) -> T:
     """What `call` returns or raises, in a thread: Python handles no Ctrl-C while torch waits.
 
+    Python 3.12 starts no thread while it ends: a call that takes too long ends the process then.
+
     Raises:
         RuntimeError: also if it takes longer than `timeout` seconds.
     """
@@ -64,7 +69,12 @@ def in_time(call: Callable[[], T], timeout: float) -> T:
         except Exception as error:
             answer.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    try:
+        threading.Thread(target=run, daemon=True).start()
+    except RuntimeError:
+        faulthandler.dump_traceback_later(timeout, exit=True, file=STDERR)
+        run()
+        faulthandler.cancel_dump_traceback_later()
     try:
         return answer.result(timeout)
     except TimeoutError:
@@ -92,11 +102,12 @@ class Board:
     @property
     def reported(self) -> bool:
         """Whether a rank has reported."""
-        return self.read(REPORT, 0) is not None
+        return bool(self._try(lambda: self._store.check([REPORTS])))
 
     def report(self, line: str) -> None:
-        """Report for all ranks: on the board, in this process's log and in the log folder."""
-        self.write(REPORT, 0, line)
+        """Report for all ranks, if no other has: in this process's log and in the log folder."""
+        if (self._try(lambda: self._store.add(REPORTS, 1)) or 1) > 1:
+            return
         logging.getLogger(__name__).error("%s", line)
         folder = self.read(LOG_FOLDER, 0)
         if folder is None:
