@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests import forked
+from tests.nccl_queues import Batch, assert_queues_end, record_batches
 from wf_backends.comm import Communicator, make_comm, threads
 
 T = TypeVar("T")
@@ -30,15 +31,20 @@ MPIRUN = ["mpirun", "--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE", "--
 def run_threads(size: int, fn: Callable[..., T], *args: object, timeout: float = 60.0) -> list[T]:
     """Run `fn(comm, *args)` on `size` ranks as threads, all on one core; the results by rank.
 
-    On several cores, Python's lock goes from core to core at every call of torch: twice the time.
+    Also checks that NCCL's queues would end with these messages. On several cores, Python's lock
+    goes from core to core at every call of torch: twice the time.
     """
+    queues: list[list[Batch]] = [[] for _ in range(size)]
 
     def run_rank(comm: Communicator, *args: object) -> T:
         torch.set_num_threads(1)
+        record_batches(comm, queues[comm.rank])
         return fn(comm, *args)
 
     with one_core():
-        return threads.run_threads(size, run_rank, *args, timeout=timeout)
+        results = threads.run_threads(size, run_rank, *args, timeout=timeout)
+    assert_queues_end(queues)
+    return results
 
 
 @contextmanager
