@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch._C._nn import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from typing import Any
 from unittest.mock import ANY
@@ -26,6 +27,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
 )
 from wf_backends import SequenceParallel  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
+from wf_transformers import replace  # noqa: E402
 from wf_transformers.attention.registry import mask_function, register_free  # noqa: E402
 
 
@@ -148,3 +150,19 @@ def test_a_layers_argument_overrides_its_window(argument: dict[str, Any], window
     distance = torch.arange(8).unsqueeze(1) - torch.arange(8)
     expected = scaled_dot_product_attention(q, k, v, (0 <= distance) & (distance < window))
     torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0, atol=1e-12)
+
+
+def test_torchs_attention_is_recognised_behind_a_function_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """finetrainers replaces torch's function, which its own calls, before scripts import us."""
+    functional = torch.nn.functional
+    monkeypatch.setattr(
+        functional,
+        "scaled_dot_product_attention",
+        lambda *args: scaled_dot_product_attention(*args),
+    )
+    imported_now = runpy.run_path(replace.__file__)
+    with imported_now["InPlaceOfTorchAttention"](lambda q, k, v: q - v):
+        out = functional.scaled_dot_product_attention(*torch.ones(3, 1, 2, 8, 4))
+    assert not out.any()
