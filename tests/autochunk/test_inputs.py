@@ -87,13 +87,6 @@ def test_threads_plan_one_after_another_and_leave_the_process_as_it_was() -> Non
     assert (sys.stdout, torch.compiler.is_compiling) == before
 
 
-@pytest.fixture
-def fresh_compiler() -> None:
-    """All chunked models have the code of one forward, and torch counts what it compiled of it."""
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_new_lengths_are_planned_once_under_torch_compile(dynamic: bool | None) -> None:
     """The compiler does not trace the planning itself, with sizes that are symbols."""
@@ -115,7 +108,6 @@ class WithAutocast(nn.Module):
         return attention(x)
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("model", [Attention(), WithAutocast()])
 def test_planned_lengths_are_compiled_once_as_one_graph(model: nn.Module) -> None:
     """Also for other tensors: no guard holds their ids."""
@@ -127,7 +119,14 @@ def test_planned_lengths_are_compiled_once_as_one_graph(model: nn.Module) -> Non
         assert_equal_outputs(model, compiled, torch.randn(SIZE))
 
 
-@pytest.mark.usefixtures("fresh_compiler")
+def test_the_compilers_limit_is_one_of_each_model() -> None:
+    """It compiles a code so many times, and then runs it as it is: models had one code."""
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for model in (Attention(), WithAutocast()):
+            compiled = torch.compile(chunk(model, torch.randn(SIZE)), backend="eager")
+            assert_equal_outputs(model, compiled, torch.randn(SIZE))
+
+
 @torch.no_grad()
 def test_expanded_input_is_read_in_slices_under_torch_compile() -> None:
     """torch refuses operators that write to one; that is how slices are kept in order."""
@@ -136,7 +135,6 @@ def test_expanded_input_is_read_in_slices_under_torch_compile() -> None:
     assert_equal_outputs(model, compiled, x)
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 def test_planned_lengths_are_exported() -> None:
     model = Attention()
     chunked, inputs = chunk(model, torch.randn(SIZE)), (torch.randn(SIZE),)

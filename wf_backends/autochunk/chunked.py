@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -110,6 +111,11 @@ class ChunkedForward:
     call. Code that computes linears elsewhere (HeteGen) must replace weights, not forwards.
     """
 
+    def __new__(cls, *_: Any) -> ChunkedForward:
+        """An object of a class of its own: torch.compile limits how often it compiles a code."""
+        call = FunctionType(cls.__call__.__code__.replace(), globals())
+        return object.__new__(type(cls.__name__, (cls,), {"__call__": call}))
+
     def __init__(self, model: nn.Module, budget: Budget, plan: ChunkPlan | None) -> None:
         register_containers()
         self._model = model  # for the signature of its forward, which torch.compile can read
@@ -121,13 +127,9 @@ class ChunkedForward:
         self._elements = 0
         self._warned = set[str]()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Without graphs, which cannot be pickled: a copy plans again at its first call."""
-        return {**vars(self), "_planned": {}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        register_containers()
-        vars(self).update(state)
+        return ChunkedForward, (self._model, self._budget, self._plan)
 
     def _whole(self, chunked: ChunkedModel) -> nn.Module:
         """The model without slices, with the attributes that `chunked` has now."""
