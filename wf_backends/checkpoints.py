@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from wf_backends.comm import gather_small, make_comm
+from wf_backends.comm import Communicator, gather_small, make_comm
 
 PART, OLD = ".part", ".old"  # suffixes of folders
 LATEST = "latest"  # the file that names the newest checkpoint
@@ -36,18 +35,18 @@ def saved_whole(folder: str | os.PathLike[str], tag: str, latest: bool = True) -
     Raises:
         RuntimeError: if a rank ends before all have written, naming it.
     """
-    whole, part = Path(folder, tag), Path(folder, tag + PART)
-    if _is_rank_0():
+    comm, whole, part = make_comm(), Path(folder, tag), Path(folder, tag + PART)
+    if comm.rank == 0:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-    _wait_for_all()
+    _wait_for_all(comm)
     yield part
-    _wait_for_all()  # all ranks have written
-    if _is_rank_0():
+    _wait_for_all(comm)  # all ranks have written
+    if comm.rank == 0:
         _put_in_place(part, whole)
         if latest:
             write_whole(Path(folder, LATEST), tag)
-    _wait_for_all()
+    _wait_for_all(comm)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -118,10 +117,6 @@ def _put_in_place(part: Path, whole: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _is_rank_0() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _wait_for_all() -> None:
+def _wait_for_all(comm: Communicator) -> None:
     """Return when all ranks have called this. An error names the rank that did not."""
-    gather_small(make_comm(), torch.zeros(1), "checkpoint").tolist()
+    gather_small(comm, torch.zeros(1), "checkpoint").tolist()
