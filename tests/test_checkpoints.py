@@ -6,8 +6,11 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from wf_backends.checkpoints import complete, find_checkpoint, saved_whole, write_whole
+from wf_backends.cluster import save_text
 
 NUM_RANKS, FILES_PER_RANK = 2, 4
 
@@ -140,6 +144,22 @@ def test_an_empty_file_latest_names_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("")
     with pytest.raises(ValueError, match="or it is empty; the newest complete one is 'step2'"):
         find_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("write", [write_whole, save_text])
+def test_a_file_that_a_full_disk_cuts_off_is_as_it_was(
+    write: Callable[[Path, str], object], tmp_path: Path
+) -> None:
+    path = tmp_path / "latest"
+    path.write_text("step2")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # a write fails, as on a full disk
+    try:
+        with suppress(OSError):
+            write(path, "step4")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == "step2" and [*tmp_path.iterdir()] == [path]
 
 
 def test_a_checkpoint_can_be_overwritten(tmp_path: Path) -> None:

@@ -50,13 +50,16 @@ def saved_whole(folder: str | os.PathLike[str], tag: str, latest: bool = True) -
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that no reader ever sees a part of it."""
-    part = path.with_name(path.name + PART)
-    with part.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    """Write a file so that no reader ever sees a part of it. After an error it is as it was."""
+    part = path.with_name(f"{path.name}.{os.getpid()}{PART}")
+    try:
+        with part.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def find_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> Path:

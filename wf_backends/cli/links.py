@@ -6,12 +6,14 @@ import json
 import sys
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from typer import Option
 
 from wf_backends import launch
+from wf_backends.checkpoints import write_whole
 from wf_backends.cli import options as o
 from wf_backends.cluster import job_hosts, measured_topology
 from wf_backends.comm import make_comm
@@ -40,7 +42,7 @@ def bench_links(
     if job.rank:
         return
     text = json.dumps(topology.to_dict(), indent=2) + "\n"
-    write = sys.stdout.write if out is None else out.write_text
+    write = sys.stdout.write if out is None else partial(write_whole, out)
     write(text)
     source = f"from {folder}" if is_cached else f"measured in {seconds:.1f} s"
     print(f"{topology.name}, {job.world_size} ranks: {source}", file=sys.stderr)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import tempfile
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from wf_backends.checkpoints import write_whole
 from wf_backends.cluster.job import check_job, is_host_by_host
 from wf_backends.cluster.measure import measure_topology
 from wf_backends.cluster.presets import MEASURE, PRESETS, load, load_extended, one_host
@@ -175,9 +175,7 @@ def save_text(path: Path, text: str) -> str:
     """Write the file, whole or not at all. Returns what to log about it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(text + "\n")
-        temporary.replace(path)
+        write_whole(path, text + "\n")
     except OSError as error:
         return f"not kept ({error})"
     return f"kept in {path}, delete it to measure again"
