@@ -32,6 +32,7 @@ NUM_LINEARS = 200  # of the model whose calls are timed
 FAST = 1e13  # bytes per second: work takes no time
 MAX_ALPHA = 0.8  # where both lanes work: an eighth is resident at most, and the rest streamed
 MIN_SHARE = 0.1  # of a pass, that the host's GEMM takes at least: the rest is a difference
+Run = Callable[[int], object]  # called with the number of a weight
 
 
 def measure_machine(dtype: torch.dtype, pin_weights: bool = False) -> tuple[str, Rates]:
@@ -65,47 +66,48 @@ def measure_rates(
     """
     width = width or isqrt(WEIGHT_BYTES // dtype.itemsize) // WIDTH_STEP * WIDTH_STEP
     weights = [torch.full((width, width), 1 / width, dtype=dtype) for _ in range(NUM_WEIGHTS)]
-    if streams is None:
-        device_weights, clock = weights, time.perf_counter
-    else:
-        device_weights = [weight.to(streams.device) for weight in weights]
-        pinned = [streams.pinned(weights[0].shape, dtype) for _ in range(PINNED_BUFFERS)]
-        clock = streams.clock
-    slab = torch.empty_like(device_weights[0])
+    device_weights = [weight.to(streams.device) for weight in weights] if streams else weights
+    clock = streams.clock if streams else time.perf_counter
 
-    def new_device(link: float, call_seconds: float) -> Device:
-        rates = Rates(link, FAST, FAST, call_seconds=call_seconds)
-        return ShapedDevice(FAST, FAST, FAST) if streams is None else Accelerator(rates, streams)
-
-    def rate(run: Callable[[int], object], nbytes: int = weights[0].nbytes) -> float:
+    def rate(run: Run, nbytes: int = weights[0].nbytes) -> float:
         return nbytes / _seconds_per_run(run, NUM_WEIGHTS, clock, seconds)
-
-    def gemm(tokens: int, weights: list[Tensor]) -> Callable[[int], object]:
-        x = torch.randn(tokens, width).to(weights[0])
-        return lambda i: F.linear(x, weights[i])
 
     def flops(weights: list[Tensor]) -> float:
         parts = [weight[: width // 4] for weight in weights]  # a whole one takes a CPU a second
         flops_per_byte = 2.0 * MANY_TOKENS / parts[0].itemsize
-        return flops_per_byte * rate(gemm(MANY_TOKENS, parts), parts[0].nbytes)
+        return flops_per_byte * rate(_gemm(MANY_TOKENS, parts), parts[0].nbytes)
 
-    def copy(i: int) -> None:
-        source = weights[i] if streams is None else pinned[i % PINNED_BUFFERS]
-        slab.copy_(source, non_blocking=True)
-
-    link = rate(copy)
-    call_seconds, host_call_seconds = measure_call(new_device(FAST, 0.0))
-    lanes = weights, new_device(link, call_seconds), clock, seconds, pin_weights
+    link = rate(_copy(streams, weights, torch.empty_like(device_weights[0])))
+    call_seconds, host_call_seconds = measure_call(_device(streams, FAST, 0.0))
+    lanes = weights, _device(streams, link, call_seconds), clock, seconds, pin_weights
     split_rates = partial(_rates_of_split_linears, *lanes, host_call_seconds)
     return Rates(
         link=link,
-        accelerator=rate(gemm(1, device_weights)),
+        accelerator=rate(_gemm(1, device_weights)),
         host_flops=flops(weights),
         accelerator_flops=flops(device_weights),
         call_seconds=call_seconds,
         host_call_seconds=host_call_seconds,
         **_rates_of_lanes(split_rates, link, call_seconds + host_call_seconds, weights[0].nbytes),
     )
+
+
+def _device(streams: Streams | None, link: float, call_seconds: float) -> Device:
+    """A device whose plans are made for these rates."""
+    rates = Rates(link, FAST, FAST, call_seconds=call_seconds)
+    return Accelerator(rates, streams) if streams else ShapedDevice(FAST, FAST, FAST)
+
+
+def _gemm(tokens: int, weights: list[Tensor]) -> Run:
+    x = torch.randn(tokens, weights[0].shape[1]).to(weights[0])
+    return lambda i: F.linear(x, weights[i])
+
+
+def _copy(streams: Streams | None, weights: list[Tensor], slab: Tensor) -> Run:
+    """Copies to the slab, from pinned memory if there is an accelerator."""
+    shape, dtype = weights[0].shape, weights[0].dtype
+    pinned = [streams.pinned(shape, dtype) for _ in range(PINNED_BUFFERS)] if streams else weights
+    return lambda i: slab.copy_(pinned[i % len(pinned)], non_blocking=True)
 
 
 def _rates_of_lanes(
@@ -175,7 +177,7 @@ def measure_call(device: Device) -> tuple[float, float]:
 
 
 def _seconds_per_run(
-    run: Callable[[int], object], num_weights: int, clock: Callable[[], float], seconds: float
+    run: Run, num_weights: int, clock: Callable[[], float], seconds: float
 ) -> float:
     """Seconds of one run: run(0) to run(num_weights - 1) are timed together; median of repeats."""
     with torch.inference_mode():
