@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers.generation.configuration_utils import CompileConfig
+from transformers.pytorch_utils import Conv1D
 
 from tests.hetegen.models import (
     CONFIGS,
@@ -95,6 +96,17 @@ def test_a_product_with_the_weight_on_the_left_is_exact_and_computed_on_the_lane
             lanes = handle.report()["lanes"]
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     assert lanes["host"]["bytes"] + lanes["accelerator"]["bytes"] == weight.nbytes
+
+
+def test_a_product_that_scales_its_bias_is_computed_in_host_memory() -> None:
+    """The lanes have no `beta` and `alpha` of torch.addmm."""
+    model, x, bias = nn.Sequential(Conv1D(64, 64)), torch.randn(3, 64), torch.randn(64)
+    weight = model[0].weight
+    with torch.no_grad():
+        expected = torch.addmm(bias, x, weight, beta=2, alpha=0.5)
+        with dispatch_model(model, {0: 10_000}, fast_device()):
+            actual = torch.addmm(bias, x, weight, beta=2, alpha=0.5)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_a_layer_that_stands_twice_in_a_model_is_split_once() -> None:

@@ -118,10 +118,11 @@ class SplitWeight(nn.Parameter):
             left = arguments.get("input")
             if func in MATMULS and isinstance(left, cls) and _is_columns(left, weight):
                 return left.runner.linear(left.index, weight.mT).mT
-            if not isinstance(weight, cls) or weight.rows_dim != dim:
-                return func(*args, **kwargs)
-            if func in LOOKUPS:
+            is_split = isinstance(weight, cls) and weight.rows_dim == dim
+            if is_split and func in LOOKUPS:
                 return weight.runner.lookup(weight.index, arguments["input"])
+            if not is_split or not arguments.keys() <= {*names}:  # such as addmm's beta
+                return func(*args, **kwargs)
             return weight.runner.linear(weight.index, arguments.pop("input"), **arguments)
 
 
