@@ -67,8 +67,8 @@ def attach_model(model: nn.Module, sp: SequenceParallel) -> Handle:
     models, modules_with_receiver = outermost(model), receivers(model)
     refuse_adapters(model)
     if sp.size > 1:
-        _refuse_local_attention(model, models, modules_with_receiver)
         refuse_mixing(model)
+        _refuse_local_attention(model, models, modules_with_receiver)
     for module in modules_with_receiver:
         getattr(module, RECEIVER)(sp)
     return attach_pretrained(model, sp) if models else Handle(sp)

@@ -288,6 +288,10 @@ class SomeCompressor(nn.Linear):
     """Named as that of DeepSeek V4."""
 
 
+class ParallelHyenaFilter(nn.Linear):
+    """Named as that of StripedHyena, which convolves by a function of torch."""
+
+
 def attach_beside_a_llama(comm: Any, module: nn.Module) -> None:
     model = nn.Sequential(build("llama", "eager", {}), module)
     wf_transformers.attach(model, sequence_parallel(comm))
@@ -298,6 +302,7 @@ def attach_beside_a_llama(comm: Any, module: nn.Module) -> None:
     [
         (SomeIndexer(4, 4), "Sequential.1 is an indexer, which chooses the keys of each query"),
         (SomeCompressor(4, 4), "Sequential.1 is a compressor, which makes one key of several"),
+        (ParallelHyenaFilter(4, 4), "Sequential.1 is a Hyena filter, a convolution over all"),
         (nn.Conv1d(4, 4, 3), "Sequential.1 is a convolution over tokens, kernel_size 3"),
         (nn.Sequential(nn.LSTM(4, 4)), "Sequential.1.0 is a recurrence over tokens, LSTM"),
         (nn.MultiheadAttention(4, 2), "Sequential.1 is torch's own attention"),
@@ -310,6 +315,23 @@ def test_a_module_beside_a_model_that_mixes_tokens_is_refused(
     def rank(comm: Any) -> None:
         with pytest.raises(NotImplementedError, match=message):
             attach_beside_a_llama(comm, module)
+
+    run_threads(2, rank)
+
+
+class OnlyConvolutions(tf.PreTrainedModel):
+    """Without attention, as HyenaDNA is."""
+
+    def __init__(self) -> None:
+        super().__init__(tf.PretrainedConfig())
+        self.mixer = nn.Conv1d(4, 4, 3)
+
+
+def test_a_model_without_attention_is_refused_for_what_mixes_its_tokens() -> None:
+    def rank(comm: Any) -> None:
+        message = r"OnlyConvolutions.mixer is a convolution.* a method set_sequence_parallel\(sp\)"
+        with pytest.raises(NotImplementedError, match=message):
+            wf_transformers.attach(OnlyConvolutions(), sequence_parallel(comm))
 
     run_threads(2, rank)
 

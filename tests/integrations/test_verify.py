@@ -45,7 +45,9 @@ from tests.integrations.verify_models import (  # noqa: E402
     verify_on_ranks,
     vision_model,
 )
+from wf_backends import SequenceParallel  # noqa: E402
 from wf_backends.autochunk.tiling import Tiles, tile_modules  # noqa: E402
+from wf_backends.parallel import ChannelExchange  # noqa: E402
 from wf_transformers import attach, verify  # noqa: E402
 from wf_transformers.attention.documents import Documents  # noqa: E402
 from wf_transformers.comparison.verify import Mode, Report  # noqa: E402
@@ -313,6 +315,42 @@ def test_attach_compares_a_model_without_documents_on_a_batch_without_padding() 
         handle.shard_batch({"input_ids": ids, "labels": ids})  # the first batch, compared too
         with pytest.raises(NotImplementedError, match=DIFFERS):
             attach(copy.deepcopy(wrong), sequence_parallel(comm))
+
+    run_threads(2, rank)
+
+
+class Filter(nn.Module):
+    """A causal convolution of each channel: (b, S, c) and (c, 1, 3) -> (b, S, c)."""
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.pad(x.transpose(1, 2), (2, 0))
+        return nn.functional.conv1d(x, weight, groups=len(weight)).transpose(1, 2)
+
+
+class ExchangesChannels(nn.Module):
+    """As a Hyena layer over ranks: the filter sees a rank's channels of all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.filter = nn.Embedding(32, 8), Filter()
+        self.weight = nn.Parameter(torch.randn(8, 1, 3))
+
+    def set_sequence_parallel(self, sp: SequenceParallel) -> None:
+        self.exchange = ChannelExchange(sp)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        sp = self.exchange.sp
+        by_rank = self.embedding(input_ids).unflatten(-1, (sp.size, -1))
+        x = self.filter(self.exchange.gather(by_rank), self.weight.chunk(sp.size)[sp.rank])
+        return self.exchange.bring_back(x).flatten(2)
+
+
+def test_a_module_that_has_channels_of_all_tokens_passes() -> None:
+    """Its number of channels is not taken for a number of rows."""
+    original = ExchangesChannels()
+
+    def rank(comm: Any) -> None:
+        attach(copy.deepcopy(original), sequence_parallel(comm), verify="strict")
 
     run_threads(2, rank)
 

@@ -81,8 +81,11 @@ class RankRows:
         return part.where(valid, 0), whole.where(valid, 0), True
 
     def _positions_of_part(self, count: int, seqlen: int, device: torch.device) -> Tensor | None:
-        """Positions of a part's `count` rows in a whole of `seqlen` rows; None if unknown."""
-        is_by_token = self.shape and self.shape[1] - seqlen in MISSING_TOKENS
+        """Positions of a part's `count` rows in a whole of `seqlen` rows; None if unknown, as where
+        ranks that exchanged channels for tokens have `count` of `seqlen` channels."""
+        is_by_token = bool(self.shape) and self.shape[1] - seqlen in MISSING_TOKENS
+        if self.shape and not is_by_token and not self._uneven:
+            return None
         positions = self._positions if is_by_token else self._padded_positions(seqlen, device)
         return positions if len(positions) == count else None
 

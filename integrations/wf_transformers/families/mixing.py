@@ -40,10 +40,13 @@ MIXING_SUFFIXES = {
     "Indexer": "an indexer, which chooses the keys of each query by their scores",
     "Compressor": "a compressor, which makes one key of several tokens",
     "LightningAttention": "linear attention, a recurrence over tokens",
+    "HyenaFilter": "a Hyena filter, a convolution over all tokens",
+    "HyenaCascade": "a Hyena filter, a convolution over all tokens",
 }
 """Suffix of a class name -> description: parts of sparse attention (DeepSeek V3.2 and V4, GLM-5),
 which `verify` misses, since they have no effect on sequences shorter than the number of chosen
-keys; and layers of MiniMax-01."""
+keys; layers of MiniMax-01; and those of StripedHyena, Evo and Evo 2, whose inputs `verify` does not
+know."""
 
 
 def refuse_unspreadable(model: PreTrainedModel) -> None:
@@ -64,7 +67,7 @@ def refuse_mixing(model: nn.Module) -> None:
         if description is not None and not _is_exempt(model, name):
             raise NotImplementedError(
                 f"{type(model).__name__}.{name} is {description}: only attention may mix tokens "
-                "that are on several ranks"
+                f"that are on several ranks, or a module that has a method {RECEIVER}(sp)"
             )
 
 
