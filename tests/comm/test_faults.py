@@ -112,6 +112,16 @@ def test_a_circle_that_ends_after_6_seconds_is_left_alone(clock: Clock) -> None:
     assert verdicts_after(ranks, clock, 6) == [None, None]
 
 
+def test_a_wait_in_a_group_of_which_a_rank_ended_by_an_error_is_ended(clock: Clock) -> None:
+    """Its peers need not be that rank, whose connections a fork may keep open."""
+    board = Board(HashStore())
+    rank = WaitingRank(0, A, 2, board)
+    board.write("failed", 0, 7)  # of another group
+    assert verdicts_after([rank], clock, 1.5) == [None]
+    board.write("failed", 0, 1)
+    assert verdicts_after([rank], clock, 0.5) == ["rank 1 of the job has ended by an error"]
+
+
 def test_the_note_of_a_wait_that_has_ended_is_taken_down(clock: Clock) -> None:
     """The error of a peer, long afterwards, said that this rank was in that wait."""
     board = Board(HashStore())

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ import torch.distributed as dist
 from tests import comm_contract
 from tests.dense import largest
 from tests.helpers import MPIRUN, ROOT, python, run_command, run_processes
-from wf_backends.comm import Communicator
+from wf_backends.comm import Board, Communicator
 from wf_backends.launch import Launch, ending, init
 
 PROGRAM = ["-m", "tests.launch_program"]
@@ -186,3 +189,24 @@ def test_a_failed_rank_is_heard_before_it_ends_though_torchs_functions_hold_its_
     "meta" stands for the GPU of a script that calls torch.set_default_device.
     """
     run_processes(2, close_connections_of_rank_0, default_device)
+
+
+def fail_beside_a_fork(comm: Communicator) -> None:
+    """Rank 0 fails. A worker of its DataLoader, say, has copies of its connections."""
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    if comm.rank == 0:
+        fork = multiprocessing.get_context("fork").Process
+        fork(target=time.sleep, args=(60,), daemon=True).start()
+        with mock.patch.object(sys, "last_value", RuntimeError("a fault"), create=True):
+            ending._tell_peers(Board(store), 0, 2)
+        store.wait(["heard"], timedelta(seconds=20))
+    else:
+        with pytest.raises(RuntimeError):
+            dist.barrier()  # of torch itself: no watch of ours ends it
+        store.set("heard", "")
+
+
+@pytest.mark.processes
+def test_a_failed_rank_is_heard_though_a_fork_keeps_its_connections_open():
+    run_processes(2, fail_beside_a_fork)

@@ -2,7 +2,8 @@
 
 A thread of each rank notes long waits on the job's board and follows who waits for whom. If ranks
 wait in a circle that stays, and are in different passes, then a rank skipped a call or runs
-backwards in another order: the thread ends the wait by an error.
+backwards in another order: the thread ends the wait by an error. And if a rank has ended by an
+error: its connections stay open as long as a fork of it lives, such as a worker of a DataLoader.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ class Watch(Thread):
 
     def look(self, wait: Wait | None, global_ranks: Sequence[int]) -> str | None:
         """The verdict on a wait that will never end; None for any other wait."""
-        if wait is None or time.monotonic() - wait.since < LONG_WAIT_S:
+        seconds = 0.0 if wait is None else time.monotonic() - wait.since
+        if seconds > LOOK_S and (failed := self._board.read("failed", 0)) in global_ranks:
+            return f"rank {failed} of the job has ended by an error"
+        if wait is None or seconds < LONG_WAIT_S:
             self._circles.clear()
             if self._wait is not None:  # ended: no error may say that this rank is in it
                 self._wait = None

@@ -12,6 +12,7 @@ import atexit
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import active_children
 
 import torch.distributed as dist
 
@@ -67,8 +68,6 @@ def _leave() -> None:
     if failed():
         if board and dist.get_world_size() > 1:
             _tell_peers(board, dist.get_rank(), dist.get_world_size())
-        elif MPI:
-            _close_connections()
         if MPI:
             time.sleep(SETTLE_S)
             MPI.COMM_WORLD.Abort(1)
@@ -83,6 +82,10 @@ def _tell_peers(board: Board, rank: int, size: int) -> None:
     if board.read("fault", rank) is None:  # else the board has where one of its waits failed
         text = f"{type(sys.last_value).__name__}: {sys.last_value}"[:MAX_ERROR_LENGTH]
         board.write("fault", rank, {"ended": text})
+    board.write("failed", 0, rank)
+    for child in active_children():
+        if child.daemon:  # Python ends it, too, but later; a fork keeps the connections open
+            child.terminate()
     _close_connections()
     sys.stderr.flush()
     _report_errors(board, rank, size)
