@@ -211,8 +211,8 @@ def test_a_model_whose_inputs_are_unknown_is_left_with_a_warning(
     with caplog.at_level(logging.WARNING):
         assert verify_on_ranks(UnknownInput, mode=True) == [None, None]
     assert [record.message for record in caplog.records if "verif" in record.message] == [
-        f"{NOT_VERIFIED}. wf_transformers.verify(model, sp, attach, batch=...) takes a batch of "
-        "yours"
+        f"{NOT_VERIFIED}. Of tokens, wrap it in a module whose argument is input_ids; for others "
+        "wf_transformers.verify(model, sp, attach, batch=...) takes a batch of yours"
     ]
 
 

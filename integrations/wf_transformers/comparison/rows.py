@@ -84,7 +84,7 @@ class RankRows:
         """Positions of a part's `count` rows in a whole of `seqlen` rows; None if unknown, as where
         ranks that exchanged channels for tokens have `count` of `seqlen` channels."""
         is_by_token = bool(self.shape) and self.shape[1] - seqlen in MISSING_TOKENS
-        if self.shape and not is_by_token and not self._uneven:
+        if not is_by_token and not self._uneven:
             return None
         positions = self._positions if is_by_token else self._padded_positions(seqlen, device)
         return positions if len(positions) == count else None

@@ -34,7 +34,11 @@ from wf_transformers.replace import set_until
 VERIFY = "verify"
 NO_DIFFERENCE = 1 << 40  # the index of the first difference if there is none
 NUM_SAMPLED = 512  # elements of a parameter that ranks compare
-OWN_BATCH = "wf_transformers.verify(model, sp, attach, batch=...) takes a batch of yours"
+NO_INPUTS = (
+    "what inputs it takes is not known. Of tokens, wrap it in a module whose argument is "
+    "input_ids; for others wf_transformers.verify(model, sp, attach, batch=...) takes a batch of "
+    "yours"
+)
 CAUSES = (
     "something besides attention mixes tokens that are on several ranks (a convolution, a "
     "recurrence, a shift), counts them, or takes a mean over them. docs/verify.md says what to do; "
@@ -106,7 +110,7 @@ def verify(
     with _on_device(model, sp, problem is None):
         batch = random_batch(model, sp, whole_batches) if batch is None else batch
         if batch is None:
-            problem = f"what inputs it takes is not known. {OWN_BATCH}"
+            problem = NO_INPUTS
         comparison = Comparison(model, sp, {} if problem else batch or {}, whole_batches, gather)
         if problem is None:
             with attach() as handle:
