@@ -70,10 +70,10 @@ def take_over(module: Any, attention: TorchAttention, handle: Handle) -> None:
             out = original(*args, **kwargs)
         if attention.calls == calls and not kwargs.get("all_perturbed"):  # LTX 2 then takes values
             raise NotImplementedError(
-                f"{type(module).__name__} did not call WallFacer's attention: processors or "
-                "backends were changed after wf_diffusers.attach, and every rank would attend to "
-                "its own tokens only. Set them before, and attach again. Or a cache that skips "
-                "attention was enabled before attach: enable it after"
+                f"{type(module).__name__} did not call WallFacer's attention. Processors or "
+                "backends were changed after wf_diffusers.attach (set them before), or call other "
+                "attention than torch's (finetrainers' --attn_provider_training: leave it out), or "
+                "a cache that skips attention was enabled before attach (enable it after)"
             )
         return out
 
