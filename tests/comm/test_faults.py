@@ -119,7 +119,7 @@ def test_a_wait_in_a_group_of_which_a_rank_ended_by_an_error_is_ended(clock: Clo
     board.write("failed", 0, 7)  # of another group
     assert verdicts_after([rank], clock, 1.5) == [None]
     board.write("failed", 0, 1)
-    assert verdicts_after([rank], clock, 0.5) == ["rank 1 of the job has ended by an error"]
+    assert verdicts_after([rank], clock, 0.5) == ["rank 1 has ended and sends nothing more"]
 
 
 def test_the_note_of_a_wait_that_has_ended_is_taken_down(clock: Clock) -> None:

@@ -76,7 +76,7 @@ class Watch(Thread):
         """The verdict on a wait that will never end; None for any other wait."""
         seconds = 0.0 if wait is None else time.monotonic() - wait.since
         if seconds > LOOK_S and (failed := self._board.read("failed", 0)) in global_ranks:
-            return f"rank {failed} of the job has ended by an error"
+            return f"rank {failed} has ended and sends nothing more"
         if wait is None or seconds < LONG_WAIT_S:
             self._circles.clear()
             if self._wait is not None:  # ended: no error may say that this rank is in it
