@@ -193,38 +193,6 @@ def test_a_layer_whose_rotary_frequencies_depend_on_the_length_is_refused(
     run_registered(2, rank)
 
 
-@pytest.mark.skipif(not hasattr(tf, "DeepseekV32Config"), reason="this transformers has none")
-def test_sparse_attention_is_refused_before_it_shows() -> None:
-    """The indexer chooses every key of a short sequence, so that a comparison would pass."""
-    latents = {"q_lora_rank": 16, "kv_lora_rank": 16}
-    heads = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    heads |= {"num_attention_heads": 4, "num_key_value_heads": 4}
-    indexer = {"index_n_heads": 2, "index_head_dim": 16}
-    experts = {"first_k_dense_replace": 2, "n_group": 1, "topk_group": 1}
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 32}
-    config = tf.DeepseekV32Config(**sizes, **latents, **heads, **indexer, **experts)
-    model = tf.DeepseekV32ForCausalLM(config)
-
-    def rank(comm: Any) -> None:
-        with pytest.raises(NotImplementedError, match=r"self_attn\.indexer is an indexer"):
-            wf_transformers.attach(model, sequence_parallel(comm))
-
-    run_threads(2, rank)
-
-
-@pytest.mark.skipif(not hasattr(tf, "MiniMaxConfig"), reason="this transformers has none")
-def test_linear_attention_written_by_hand_is_refused_without_a_comparison() -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 32}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
-    model = tf.MiniMaxForCausalLM(tf.MiniMaxConfig(**sizes, **heads, head_dim=8))
-
-    def rank(comm: Any) -> None:
-        with pytest.raises(NotImplementedError, match="self_attn is linear attention"):
-            wf_transformers.attach(model, sequence_parallel(comm), verify=False)
-
-    run_threads(2, rank)
-
-
 def on_attached_llamas(fn: Callable[[Any, SequenceParallel], None], **config_changes: Any) -> None:
     """fn(model, sp) on each of two ranks."""
 
@@ -258,94 +226,6 @@ def test_a_layer_that_one_rank_leaves_out_is_named() -> None:
             model(**forward_kwargs(model, sp))
 
     on_attached_llamas(check)
-
-
-# Modules that mix tokens
-
-
-@pytest.mark.parametrize("apply", [False, True])
-def test_a_convolution_over_tokens_inside_a_model_is_refused(apply: bool) -> None:
-    """By `apply`; without it by `forward_kwargs`. One over single tokens is accepted."""
-
-    def rank(sp: SequenceParallel, name: str) -> None:
-        model = build("llama", name, {})
-        model.model.pointwise = nn.Conv1d(4, 4, 1)
-        forward_kwargs(model, sp)
-        model.model.mix = nn.Conv1d(4, 4, 3)
-        with pytest.raises(NotImplementedError, match="model.mix is a convolution over tokens"):
-            if apply:
-                wf_transformers.apply(model, sp)
-            forward_kwargs(model, sp)
-
-    run_registered(2, rank)
-
-
-class SomeIndexer(nn.Linear):
-    """Named as those of DeepSeek V3.2 and others."""
-
-
-class SomeCompressor(nn.Linear):
-    """Named as that of DeepSeek V4."""
-
-
-class ParallelHyenaFilter(nn.Linear):
-    """Named as that of StripedHyena, which convolves by a function of torch."""
-
-
-def attach_beside_a_llama(comm: Any, module: nn.Module) -> None:
-    model = nn.Sequential(build("llama", "eager", {}), module)
-    wf_transformers.attach(model, sequence_parallel(comm))
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (SomeIndexer(4, 4), "Sequential.1 is an indexer, which chooses the keys of each query"),
-        (SomeCompressor(4, 4), "Sequential.1 is a compressor, which makes one key of several"),
-        (ParallelHyenaFilter(4, 4), "Sequential.1 is a Hyena filter, a convolution over all"),
-        (nn.Conv1d(4, 4, 3), "Sequential.1 is a convolution over tokens, kernel_size 3"),
-        (nn.Sequential(nn.LSTM(4, 4)), "Sequential.1.0 is a recurrence over tokens, LSTM"),
-        (nn.MultiheadAttention(4, 2), "Sequential.1 is torch's own attention"),
-        (nn.BatchNorm1d(4), "Sequential.1 is a mean over all tokens of a batch, BatchNorm1d"),
-    ],
-)
-def test_a_module_beside_a_model_that_mixes_tokens_is_refused(
-    module: nn.Module, message: str
-) -> None:
-    def rank(comm: Any) -> None:
-        with pytest.raises(NotImplementedError, match=message):
-            attach_beside_a_llama(comm, module)
-
-    run_threads(2, rank)
-
-
-class OnlyConvolutions(tf.PreTrainedModel):
-    """Without attention, as HyenaDNA is."""
-
-    def __init__(self) -> None:
-        super().__init__(tf.PretrainedConfig())
-        self.mixer = nn.Conv1d(4, 4, 3)
-
-
-def test_a_model_without_attention_is_refused_for_what_mixes_its_tokens() -> None:
-    def rank(comm: Any) -> None:
-        message = r"OnlyConvolutions.mixer is a convolution.* a method set_sequence_parallel\(sp\)"
-        with pytest.raises(NotImplementedError, match=message):
-            wf_transformers.attach(OnlyConvolutions(), sequence_parallel(comm))
-
-    run_threads(2, rank)
-
-
-class ShardedLSTM(nn.LSTM):
-    """A recurrence that asks for `sp`, to handle shards itself."""
-
-    def set_sequence_parallel(self, sp: SequenceParallel) -> None:
-        pass
-
-
-@pytest.mark.parametrize("module", [nn.Conv1d(4, 4, 1), ShardedLSTM(4, 4)])
-def test_a_module_beside_a_model_that_handles_shards_is_accepted(module: nn.Module) -> None:
-    run_threads(2, attach_beside_a_llama, module)
 
 
 def attach_peft(config_class: str, **options: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,24 +20,15 @@ import transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.deepspeed_jobs import tiny_llama  # noqa: E402
 from tests.integrations.mean_gradients import assert_mean_gradients  # noqa: E402
-from tests.integrations.transformers_models import (  # noqa: E402
+from tests.integrations.transformers_models import (  # noqa: E402  # noqa: E402
     batch,
     build,
     gradients,
+    one_rank,
     sequence_parallel,
+    tiny,
 )
-from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_transformers import Handle, WholeBatchHooks, attach  # noqa: E402
-from wf_transformers.whole_batches.trainer import (  # noqa: E402
-    compared_first,
-    counted_once,
-    inner_loss_counted_once,
-    loss_only,
-)
-
-
-def one_rank() -> SequenceParallel:
-    return SequenceParallel(SequenceParallelConfig())
 
 
 def test_logits_without_labels_are_whole_and_pass_gradients() -> None:
@@ -59,128 +49,6 @@ def test_logits_without_labels_are_whole_and_pass_gradients() -> None:
     for logits, _ in results:
         assert (logits - expected).abs().max() < 1e-9
     assert_mean_gradients([grads for _, grads in results], gradients(reference))
-
-
-@pytest.mark.parametrize("evaluated", [None, [1]])
-def test_evaluations_that_generate_are_refused_before_the_first_step(evaluated: Any) -> None:
-    """Of a Trainer with DeepSpeed's block; without a dataset it trains."""
-    model = tiny_llama()
-    WholeBatchHooks(model, attach(model, one_rank(), verify=False))
-    arguments = SimpleNamespace(predict_with_generate=True)
-    trainer = SimpleNamespace(args=arguments, eval_dataset=evaluated)
-
-    def step(*_: Any) -> str:
-        return "trained"
-
-    if evaluated is None:
-        assert compared_first(trainer, step, model, {}) == "trained"
-        return
-    with pytest.raises(NotImplementedError, match="predict_with_generate=True with DeepSpeed"):
-        compared_first(trainer, step, model, {})
-
-
-def prediction_step(model: Any, inputs: dict[str, Any], prediction_loss_only: bool) -> Any:
-    """Stand for the Trainer's: return the inputs that it would call the model with."""
-    return inputs
-
-
-@pytest.mark.parametrize(
-    ("prediction_loss_only", "added"), [(True, {"whole_logits": False}), (False, {})]
-)
-def test_loss_only_turns_whole_logits_off_if_only_the_loss_is_needed(
-    prediction_loss_only: bool, added: dict[str, bool]
-) -> None:
-    model = tiny_llama()
-    WholeBatchHooks(model, attach(model, one_rank()))
-    around = torch.nn.Sequential(model)  # as DDP is
-    assert loss_only(None, prediction_step, around, {}, prediction_loss_only) == added
-    by_keyword = {"prediction_loss_only": prediction_loss_only}
-    assert loss_only(None, prediction_step, around, {}, **by_keyword) == added
-
-
-def test_loss_only_adds_nothing_for_a_model_without_hooks() -> None:
-    model = tiny_llama()
-    hooks = WholeBatchHooks(model, attach(model, one_rank()))
-    hooks.handle.remove()
-    assert loss_only(None, prediction_step, torch.nn.Sequential(model), {}, True) == {}
-
-
-def compute_loss(
-    model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-) -> torch.Tensor:
-    """Stand for the Trainer's with two processes: it multiplies a mean by their number."""
-    assert num_items_in_batch == 8  # labels of one of both
-    return torch.tensor(2 * 1.5)
-
-
-def tiny(name: str) -> Any:
-    model_class: Any = getattr(transformers, name)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    return model_class(model_class.config_class(**sizes, num_attention_heads=2))
-
-
-@pytest.mark.parametrize(
-    "name", ["LlamaForCausalLM", "LlamaForTokenClassification", "CLIPTextModel"]
-)
-def test_the_trainer_counts_a_group_once_for_models_of_any_head(name: str) -> None:
-    """Heads over the rows of all ranks and models that are cut inside have hooks of their own."""
-    model = tiny(name)
-    args = SimpleNamespace(average_tokens_across_devices=True)
-    trainer = SimpleNamespace(args=args, model_accepts_loss_kwargs=True, compute_loss_func=None)
-
-    def rank(comm: Any) -> float:
-        copied = deepcopy(model)
-        WholeBatchHooks(copied, attach(copied, sequence_parallel(comm), verify=False))
-        around = torch.nn.Sequential(copied)  # as DDP is
-        counted = counted_once(trainer, compute_loss, around, {}, num_items_in_batch=16)
-        return counted.item()
-
-    assert run_threads(2, rank) == [1.5, 1.5]
-
-
-def test_the_trainer_counts_a_model_that_runs_alone_as_it_does_without_us() -> None:
-    """As before the first step, where its loss on one rank is compared."""
-    args = SimpleNamespace(average_tokens_across_devices=True)
-    trainer = SimpleNamespace(args=args, model_accepts_loss_kwargs=True, compute_loss_func=None)
-
-    def rank(comm: Any) -> float:
-        model = build("llama", "eager", {})
-        handle = attach(model, sequence_parallel(comm))
-        WholeBatchHooks(model, handle)
-        with handle.first.changes.undone():
-            return counted_once(trainer, compute_loss, model, {}, num_items_in_batch=8).item()
-
-    assert run_threads(2, rank) == [3.0, 3.0]
-
-
-def smooth(output: Any, labels: Any, shift_labels: bool = False) -> torch.Tensor:
-    """Stand for transformers 4's label smoother, which divides by no number of all processes."""
-    return torch.tensor(3.0)
-
-
-@pytest.mark.parametrize(
-    ("trains", "function", "options", "expected"),
-    [
-        (True, compute_loss, {"num_items_in_batch": 16}, 1.5),
-        (True, smooth, {"shift_labels": True}, 1.5),
-        (False, smooth, {"shift_labels": True}, 3.0),  # the Trainer counts labels in training only
-    ],
-)
-def test_a_trainer_with_its_own_compute_loss_counts_a_group_once(
-    trains: bool, function: Any, options: dict[str, Any], expected: float
-) -> None:
-    """TRL's SFTTrainer with `label_smoothing_factor` or a `compute_loss_func`."""
-    args = SimpleNamespace(average_tokens_across_devices=True)
-
-    def rank(comm: Any) -> float:
-        model = build("llama", "eager", {}).train(trains)
-        WholeBatchHooks(model, attach(model, sequence_parallel(comm)))
-        trainer = SimpleNamespace(
-            args=args, model=model, model_accepts_loss_kwargs=True, compute_loss_func=None
-        )
-        return inner_loss_counted_once(trainer, function, {}, {}, **options).item()
-
-    assert run_threads(2, rank) == [expected, expected]
 
 
 @pytest.mark.parametrize("whole_logits", [False, True])
@@ -368,81 +236,6 @@ def test_padding_needs_no_longer_position_table() -> None:
 
     for loss in run_threads(2, rank):
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-PREFIX_MASK = torch.ones(1, 1, 8, 8).tril()  # causal, but the first four tokens see each other
-PREFIX_MASK[..., :4, :4] = 1
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (PREFIX_MASK, "attention_mask must be bool, or 0 where a key is seen"),
-        (PREFIX_MASK[:, 0], r"attention_mask must be a tensor \(1, 8\)"),
-        ({"full_attention": PREFIX_MASK}, r"attention_mask must be a tensor \(1, 8\)"),
-    ],
-    ids=["0 and 1", "three dimensions", "dict"],
-)
-def test_a_mask_of_unknown_form_is_refused(mask: Any, message: str) -> None:
-    """Otherwise a causal mask would silently take its place. A refused call leaves no hooks."""
-    model = tiny_llama()
-    with attach(model, one_rank()) as handle:
-        WholeBatchHooks(model, handle)
-        with pytest.raises(ValueError, match=message):
-            model(torch.ones(1, 8, dtype=torch.int64), attention_mask=mask)
-    assert not model._forward_pre_hooks and not model._forward_hooks
-
-
-NUMBERS = torch.tensor([[1] * 9 + [2] * 10 + [0] * 4])
-"""The document of every token, as axolotl and LLaMA-Factory pack samples; 0: padding."""
-
-
-def packed() -> dict[str, Any]:
-    labelled = batch(seqlen=23)
-    labelled["labels"][:, [0, 9, *range(19, 23)]] = -100  # no document predicts the next one
-    positions = torch.cat([torch.arange(length) for length in (9, 10, 4)])
-    return labelled | {"position_ids": positions[None]}
-
-
-def test_an_attention_mask_that_numbers_documents_separates_them() -> None:
-    seen = (NUMBERS.mT == NUMBERS).tril()
-    reference, dense = build("llama", "sdpa", {}), torch.zeros(1, 1, 23, 23, dtype=torch.float64)
-    expected = reference(**packed(), attention_mask=dense.masked_fill(~seen, -1e9)).loss
-    expected.backward()
-
-    def rank(comm: Any) -> tuple[float, dict[str, torch.Tensor]]:
-        model = build("llama", "sdpa", {})
-        WholeBatchHooks(model, attach(model, sequence_parallel(comm)))
-        loss = model(**packed(), attention_mask=NUMBERS).loss
-        loss.backward()
-        return loss.item(), gradients(model)
-
-    results = run_threads(2, rank)
-    for loss, _ in results:
-        assert loss == pytest.approx(expected.item(), rel=1e-6)
-    assert_mean_gradients([grads for _, grads in results], gradients(reference))
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [NUMBERS.flip(1), torch.cat([NUMBERS, NUMBERS.clamp(max=1)])],
-    ids=["falling", "two samples"],
-)
-def test_an_attention_mask_that_numbers_no_common_documents_is_refused(mask: torch.Tensor) -> None:
-    model = tiny_llama()
-    with attach(model, one_rank()) as handle:
-        WholeBatchHooks(model, handle)
-        with pytest.raises(ValueError, match="attention_mask numbers documents, but not the same"):
-            model(torch.ones_like(mask), attention_mask=mask)
-
-
-def test_position_ids_that_cannot_be_cut_are_refused() -> None:
-    """These are not (b, S); the hooks would silently overwrite them."""
-    model = build("gpt2", "eager", {})
-    with attach(model, one_rank()) as handle:
-        WholeBatchHooks(model, handle)
-        with pytest.raises(ValueError, match="position_ids.* would be overwritten"):
-            model(torch.ones(1, 8, dtype=torch.int64), position_ids=torch.arange(8) + 5)
 
 
 def test_remove_takes_the_hooks_from_the_model() -> None:

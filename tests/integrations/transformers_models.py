@@ -82,6 +82,17 @@ def sequence_parallel(comm: Any, layout: str = "zigzag") -> SequenceParallel:
     return SequenceParallel(SequenceParallelConfig.from_dict(options), comm)
 
 
+def tiny(name: str) -> Any:
+    """A model of this class with one layer."""
+    model_class: Any = getattr(tf, name)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    return model_class(model_class.config_class(**sizes, num_attention_heads=2))
+
+
+def one_rank() -> SequenceParallel:
+    return SequenceParallel(SequenceParallelConfig())
+
+
 def run_registered(size: int, fn: Callable[..., Any]) -> list[Any]:
     """fn(sp, name) on each of `size` ranks; `name` is registered for the attention of `sp`."""
 

@@ -1,0 +1,145 @@
+"""What a Trainer does with a model that takes whole batches: it counts the loss of a group once."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
+
+
+from tests.helpers import run_threads  # noqa: E402
+from tests.integrations.deepspeed_jobs import tiny_llama  # noqa: E402
+from tests.integrations.transformers_models import (  # noqa: E402  # noqa: E402
+    build,
+    one_rank,
+    sequence_parallel,
+    tiny,
+)
+from wf_transformers import WholeBatchHooks, attach  # noqa: E402
+from wf_transformers.whole_batches.trainer import (  # noqa: E402
+    compared_first,
+    counted_once,
+    inner_loss_counted_once,
+    loss_only,
+)
+
+
+@pytest.mark.parametrize("evaluated", [None, [1]])
+def test_evaluations_that_generate_are_refused_before_the_first_step(evaluated: Any) -> None:
+    """Of a Trainer with DeepSpeed's block; without a dataset it trains."""
+    model = tiny_llama()
+    WholeBatchHooks(model, attach(model, one_rank(), verify=False))
+    arguments = SimpleNamespace(predict_with_generate=True)
+    trainer = SimpleNamespace(args=arguments, eval_dataset=evaluated)
+
+    def step(*_: Any) -> str:
+        return "trained"
+
+    if evaluated is None:
+        assert compared_first(trainer, step, model, {}) == "trained"
+        return
+    with pytest.raises(NotImplementedError, match="predict_with_generate=True with DeepSpeed"):
+        compared_first(trainer, step, model, {})
+
+
+def prediction_step(model: Any, inputs: dict[str, Any], prediction_loss_only: bool) -> Any:
+    """Stand for the Trainer's: return the inputs that it would call the model with."""
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("prediction_loss_only", "added"), [(True, {"whole_logits": False}), (False, {})]
+)
+def test_loss_only_turns_whole_logits_off_if_only_the_loss_is_needed(
+    prediction_loss_only: bool, added: dict[str, bool]
+) -> None:
+    model = tiny_llama()
+    WholeBatchHooks(model, attach(model, one_rank()))
+    around = torch.nn.Sequential(model)  # as DDP is
+    assert loss_only(None, prediction_step, around, {}, prediction_loss_only) == added
+    by_keyword = {"prediction_loss_only": prediction_loss_only}
+    assert loss_only(None, prediction_step, around, {}, **by_keyword) == added
+
+
+def test_loss_only_adds_nothing_for_a_model_without_hooks() -> None:
+    model = tiny_llama()
+    hooks = WholeBatchHooks(model, attach(model, one_rank()))
+    hooks.handle.remove()
+    assert loss_only(None, prediction_step, torch.nn.Sequential(model), {}, True) == {}
+
+
+def compute_loss(
+    model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+) -> torch.Tensor:
+    """Stand for the Trainer's with two processes: it multiplies a mean by their number."""
+    assert num_items_in_batch == 8  # labels of one of both
+    return torch.tensor(2 * 1.5)
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "LlamaForTokenClassification", "CLIPTextModel"]
+)
+def test_the_trainer_counts_a_group_once_for_models_of_any_head(name: str) -> None:
+    """Heads over the rows of all ranks and models that are cut inside have hooks of their own."""
+    model = tiny(name)
+    args = SimpleNamespace(average_tokens_across_devices=True)
+    trainer = SimpleNamespace(args=args, model_accepts_loss_kwargs=True, compute_loss_func=None)
+
+    def rank(comm: Any) -> float:
+        copied = deepcopy(model)
+        WholeBatchHooks(copied, attach(copied, sequence_parallel(comm), verify=False))
+        around = torch.nn.Sequential(copied)  # as DDP is
+        counted = counted_once(trainer, compute_loss, around, {}, num_items_in_batch=16)
+        return counted.item()
+
+    assert run_threads(2, rank) == [1.5, 1.5]
+
+
+def test_the_trainer_counts_a_model_that_runs_alone_as_it_does_without_us() -> None:
+    """As before the first step, where its loss on one rank is compared."""
+    args = SimpleNamespace(average_tokens_across_devices=True)
+    trainer = SimpleNamespace(args=args, model_accepts_loss_kwargs=True, compute_loss_func=None)
+
+    def rank(comm: Any) -> float:
+        model = build("llama", "eager", {})
+        handle = attach(model, sequence_parallel(comm))
+        WholeBatchHooks(model, handle)
+        with handle.first.changes.undone():
+            return counted_once(trainer, compute_loss, model, {}, num_items_in_batch=8).item()
+
+    assert run_threads(2, rank) == [3.0, 3.0]
+
+
+def smooth(output: Any, labels: Any, shift_labels: bool = False) -> torch.Tensor:
+    """Stand for transformers 4's label smoother, which divides by no number of all processes."""
+    return torch.tensor(3.0)
+
+
+@pytest.mark.parametrize(
+    ("trains", "function", "options", "expected"),
+    [
+        (True, compute_loss, {"num_items_in_batch": 16}, 1.5),
+        (True, smooth, {"shift_labels": True}, 1.5),
+        (False, smooth, {"shift_labels": True}, 3.0),  # the Trainer counts labels in training only
+    ],
+)
+def test_a_trainer_with_its_own_compute_loss_counts_a_group_once(
+    trains: bool, function: Any, options: dict[str, Any], expected: float
+) -> None:
+    """TRL's SFTTrainer with `label_smoothing_factor` or a `compute_loss_func`."""
+    args = SimpleNamespace(average_tokens_across_devices=True)
+
+    def rank(comm: Any) -> float:
+        model = build("llama", "eager", {}).train(trains)
+        WholeBatchHooks(model, attach(model, sequence_parallel(comm)))
+        trainer = SimpleNamespace(
+            args=args, model=model, model_accepts_loss_kwargs=True, compute_loss_func=None
+        )
+        return inner_loss_counted_once(trainer, function, {}, {}, **options).item()
+
+    assert run_threads(2, rank) == [expected, expected]
