@@ -135,12 +135,26 @@ def test_expanded_input_is_read_in_slices_under_torch_compile() -> None:
     assert_equal_outputs(model, compiled, x)
 
 
-def test_planned_lengths_are_exported() -> None:
-    model = Attention()
+@pytest.mark.parametrize("strict", [True, False])
+def test_planned_lengths_are_exported(strict: bool) -> None:
+    model = nn.Sequential(Attention(), nn.Linear(16, 16))
     chunked, inputs = chunk(model, torch.randn(SIZE)), (torch.randn(SIZE),)
+    plan = chunked.plan
     with torch.no_grad():
-        exported = torch.export.export(chunked, inputs, strict=True).module()
+        exported = torch.export.export(chunked, inputs, strict=strict).module()
     assert_equal_outputs(model, exported, torch.randn(SIZE))
+    assert chunked.plan is plan
+
+
+def test_a_default_device_changes_neither_plan_nor_slices() -> None:
+    """torch then asks a mode before each function, as for a subclass with products of its own."""
+    model, x = nn.Sequential(Attention(), nn.Linear(16, 16)), torch.randn(SIZE)
+    chunked = chunk(model, x)
+    plan = chunked.plan
+    with torch.device("cpu"):
+        assert_equal_outputs(model, chunked, x)
+        assert chunked.plan is plan
+        assert chunk(model, x).plan == plan
 
 
 class Multiplies(nn.Module):

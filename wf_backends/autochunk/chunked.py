@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import has_torch_function
 from torch.utils import _pytree as pytree
 
 from wf_backends._validation import of_type
@@ -21,6 +20,7 @@ from wf_backends.autochunk.graph import (
     Budget,
     bind,
     checked_budget,
+    computes_itself,
     containers,
     is_supported_input,
     layout,
@@ -114,7 +114,8 @@ class ChunkedForward:
     def __new__(cls, *_: Any) -> ChunkedForward:
         """An object of a class of its own: torch.compile limits how often it compiles a code."""
         call = FunctionType(cls.__call__.__code__.replace(), globals())
-        return object.__new__(type(cls.__name__, (cls,), {"__call__": call}))
+        own = {"__call__": call, "__code__": call.__code__}  # torch.export reads the latter
+        return object.__new__(type(cls.__name__, (cls,), own))
 
     def __init__(self, model: nn.Module, budget: Budget, plan: ChunkPlan | None) -> None:
         register_containers()
@@ -263,7 +264,7 @@ def _state(model: nn.Module) -> list[Any]:
         for name, weight in (*module._parameters.items(), *module._buffers.items()):
             if weight is not None:
                 number = first.setdefault(id(weight), len(first))
-                state.append((name, number, has_torch_function((weight,))))
+                state.append((name, number, computes_itself(weight)))
     return state
 
 

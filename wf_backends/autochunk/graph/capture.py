@@ -21,7 +21,6 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.overrides import has_torch_function
 from torch.utils import _pytree as pytree
 
 from wf_backends.autochunk.graph.errors import CaptureError, as_capture_errors, no_log
@@ -106,7 +105,7 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     specs = (s for s in program.graph_signature.input_specs if s.kind is not InputKind.USER_INPUT)
     weights = tuple(_weight(model, program, spec) for spec in specs)
     for node, weight in zip(graph.find_nodes(op="placeholder"), weights, strict=False):
-        node.meta["whole"] = has_torch_function((weight.read(),))
+        node.meta["whole"] = computes_itself(weight.read())
     insert_experts(graph, experts)
     _simplify(graph)
     types = tuple(_type_of(weight.read()) for weight in weights)
@@ -203,6 +202,15 @@ def tensors(node: fx.Node) -> list[torch.Tensor]:
 def nbytes(node: fx.Node) -> int:
     """The bytes of all tensors that the node computes."""
     return sum(t.nbytes for t in tensors(node))
+
+
+def computes_itself(weight: torch.Tensor) -> bool:
+    """Whether it is of a subclass with products of its own. torch's `has_torch_function` would be
+    True of all tensors inside `torch.device("cuda")`, and in torch.export."""
+    return (
+        type(weight) is not torch.Tensor
+        and type(weight).__torch_function__ is not torch._C._disabled_torch_function_impl
+    )
 
 
 def layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Any, Any]:
