@@ -14,7 +14,7 @@ import transformers as tf  # noqa: E402
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
-    batch,  # noqa: E402
+    batch,
     build,
     run_registered,
     sequence_parallel,
@@ -107,6 +107,23 @@ def test_a_module_beside_a_model_that_mixes_tokens_is_refused(
     def rank(comm: Any) -> None:
         with pytest.raises(NotImplementedError, match=message):
             attach_beside_a_llama(comm, module)
+
+    run_threads(2, rank)
+
+
+class OnlyConvolutions(tf.PreTrainedModel):
+    """Without attention, as HyenaDNA is."""
+
+    def __init__(self) -> None:
+        super().__init__(tf.PretrainedConfig())
+        self.mixer = nn.Conv1d(4, 4, 3)
+
+
+def test_a_model_without_attention_is_refused_for_what_mixes_its_tokens() -> None:
+    def rank(comm: Any) -> None:
+        message = r"OnlyConvolutions.mixer is a convolution.* a method set_sequence_parallel\(sp\)"
+        with pytest.raises(NotImplementedError, match=message):
+            wf_transformers.attach(OnlyConvolutions(), sequence_parallel(comm))
 
     run_threads(2, rank)
 
