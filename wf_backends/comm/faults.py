@@ -34,8 +34,7 @@ STORE_S = 3.0  # how long the store may take to answer; if rank 0 is stopped, it
 PAUSE_S = 0.005  # between looks at the store; mpirun sends SIGKILL 0.02 s after SIGTERM
 MAX_NAMED_RANKS = 8  # at one place, in a report
 STDERR = 2  # not sys.stderr, which a program may have replaced by what is no file
-LEFT, LOG_FOLDER = "left", "log folder"  # topics of notes
-REPORTS = "reports"  # key: how many ranks have come to report
+LEFT, LOG_FOLDER, REPORT = "left", "log folder", "report"  # topics of notes
 Note = dict[str, Any]
 T = TypeVar("T")
 
@@ -102,13 +101,14 @@ class Board:
     @property
     def reported(self) -> bool:
         """Whether a rank has reported."""
-        return bool(self._try(lambda: self._store.check([REPORTS])))
+        return self.read(REPORT, 0) is not None
 
     def report(self, line: str) -> None:
-        """Report for all ranks, if no other has: in this process's log and in the log folder."""
-        if (self._try(lambda: self._store.add(REPORTS, 1)) or 1) > 1:
+        """Report for all ranks, unless another does: in the log, on the board and in the folder."""
+        if (self._try(lambda: self._store.add("reports", 1)) or 1) > 1:
             return
         logging.getLogger(__name__).error("%s", line)
+        self.write(REPORT, 0, line)
         folder = self.read(LOG_FOLDER, 0)
         if folder is None:
             return
