@@ -201,7 +201,7 @@ def test_an_error_of_the_disk_is_one_line(wallfacer, tmp_path: Path, monkeypatch
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     code, _, err = wallfacer("bench-links", "--fresh", "--out", str(tmp_path / "a.json"))
     assert code == 2 and "wallfacer: [Errno 28] No space left on device" in err
 
