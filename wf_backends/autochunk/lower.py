@@ -112,14 +112,16 @@ def find_region(graph: Steps, part: ChunkedPart) -> Region:
 
 def _effect(region: Region, module: ChunkedRegion, effects: Effects) -> Effect:
     """The memory that a region's call allocates: its outputs whole, except one that overwrites an
-    input; while it runs, also the largest peak of its bodies, and a slice that is written late."""
+    input; while it runs, also the largest peak of a slice, with the one that is written late."""
     outputs = region.flow.outputs[: len(module.allocated)]
     allocated = tuple(nbytes(op.node) for op in outputs)
-    bodies = {id(iteration.body): iteration.body.graph for iteration in module.iterations}
-    steps_of_bodies = [read_steps(graph, effects) for graph in bodies.values()]
-    temporary = max(max(steps.peaks) for steps in steps_of_bodies)
-    if module.is_late:
-        temporary += max(_bytes_of_end(steps) for steps in steps_of_bodies)
+    bodies = dict.fromkeys(iteration.body for iteration in module.iterations)
+    steps_of = {body: read_steps(body.graph, effects) for body in bodies}
+    temporary = late = 0
+    for iteration in module.iterations:
+        steps = steps_of[iteration.body]
+        temporary = max(temporary, late + max(steps.peaks))
+        late = _bytes_of_end(steps) if module.is_late else 0
     overwritten = () if module.overwritten_index is None else (module.overwritten_index,)
     places = (*range(-1, -1 - len(allocated), -1), *overwritten)
     return Effect(allocated, places, temporary=temporary, flops=0)
