@@ -16,7 +16,7 @@ from tests.autochunk.helpers import (
     mlp,
     profiled_peak,
 )
-from wf_backends.autochunk import ChunkPlan, autochunk
+from wf_backends.autochunk import ChunkedPart, ChunkPlan, autochunk
 
 UNLIMITED = float("inf")  # max_slowdown
 MODEL_INPUT = "leaves_0"  # its node in a graph
@@ -119,3 +119,23 @@ def test_peak_of_elementwise_operators_holds_under_torch_compile() -> None:
 
     model = Lambda(normalize, nn.Linear(16, 64), nn.Linear(64, 4))
     assert_peak_holds_compiled(model, torch.randn(1, 1024, 16))
+
+
+def test_inputs_of_a_region_are_computed_once_under_torch_compile() -> None:
+    """inductor computed inputs that slices read whole again in each slice, from q, k and v."""
+
+    def attend(x: Tensor, *linears: nn.Module) -> Tensor:
+        q, k, v = (linear(x).unflatten(-1, (8, -1)).transpose(1, 2) for linear in linears)
+        q = q * 0.1
+        return (q @ k.transpose(2, 3)).softmax(-1) @ v
+
+    model = Lambda(attend, *(nn.Linear(32, 512) for _ in range(3))).eval()
+    x = torch.randn(2, 128, 32)
+    plan = autochunk(model, (x,), max_slowdown=ANY_SLOWDOWN).plan
+    assert isinstance(plan, ChunkPlan)
+    rows = ChunkedPart("matmul", "matmul_1", dim=2, length=32, rows=128, operators=3, where="")
+    chunked = autochunk(model, (x,), plan=replace(plan, regions=(rows,)))
+    compiled = torch.compile(chunked)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+        assert profiled_peak(lambda: compiled(x)) <= 1.05 * chunked.plan.peak

@@ -153,11 +153,13 @@ class ChunkedRegion(nn.Module):
         super().__init__()
         flow, overwritten = region.flow, region.overwritten
         self.overwritten_index: int | None = None  # of the input that the last output overwrites
-        # inputs that slices read rows of; torch refuses to write to an expanded one
-        self.sliced = [
+        # inputs that inductor must not compute in slices; torch refuses to write to expanded ones
+        self.read = [
             index
             for index, (node, dim) in enumerate(flow.inputs)
-            if dim is not None and node is not overwritten and not _is_expanded(node.meta["val"])
+            if (dim is not None or node.op == "call_function")
+            and node is not overwritten
+            and not _is_expanded(node.meta["val"])
         ]
         self.is_late = rows_before(flow, overwritten) > 0
         allocated = flow.outputs
@@ -186,7 +188,7 @@ class ChunkedRegion(nn.Module):
             results = iteration.body(*slices)
             writes = [*late, *zip(outputs, iteration.outputs, results, strict=True)]
             late = [writes.pop()] if self.is_late else []
-            read = [inputs[index] for index in self.sliced]
+            read = [inputs[index] for index in self.read]
             _write(writes, [rows for _, _, rows in late], read)
             del results, writes  # frees a slice's results before the next slice begins
         _write(late, [], [])
