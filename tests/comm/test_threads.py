@@ -52,8 +52,8 @@ def test_an_error_of_one_rank_ends_the_waits_of_all():
 def test_a_waiting_rank_raises_the_error_of_the_first_rank_that_failed():
     world = World(2, timeout=30)
     pending = world.comm(0).post("hop 7", [], [(1, torch.empty(2))])
-    world.abort(1, KeyError("the real reason"))
-    world.abort(0, ValueError("a consequence"))
+    world.leave(1, KeyError("the real reason"))
+    world.leave(0, ValueError("a consequence"))
     with pytest.raises(RuntimeError, match=r"'hop 7', but rank 1 failed.*the real reason"):
         pending.wait()
 

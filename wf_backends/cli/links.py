@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +41,6 @@ def bench_links(
     if job.rank:
         return
     text = json.dumps(topology.to_dict(), indent=2) + "\n"
-    write = sys.stdout.write if out is None else partial(write_whole, out)
-    write(text)
+    sys.stdout.write(text) if out is None else write_whole(out, text)
     source = f"from {folder}" if is_cached else f"measured in {seconds:.1f} s"
     print(f"{topology.name}, {job.world_size} ranks: {source}", file=sys.stderr)

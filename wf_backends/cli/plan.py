@@ -175,8 +175,7 @@ def config(plan: Plan, request: Request) -> dict[str, Any]:
 
 def why(best: Plan, ring: Plan, request: Request) -> str:
     """The plan's speed against the plain ring, and how much of its transfers is hidden."""
-    cost = best.cost
-    hidden = ""
+    cost, hidden = best.cost, ""
     if cost.nic_bytes + cost.inside_bytes:
         share = 1 - cost.exposed_s / max(cost.exposed_s, cost.transfer_s)
         hidden = f", {share:.0%} of the transfer time hidden behind computing"

@@ -32,10 +32,7 @@ def fingerprint(value: object) -> int:
     return crc32(repr(value).encode())
 
 
-@cache
-def _names_fingerprint(names: tuple[str, ...]) -> int:
-    """The fingerprint of the names that a call compares."""
-    return fingerprint([*names])
+_kept_fingerprint = cache(fingerprint)  # of the names that a call compares
 
 
 class OneThread:
@@ -103,7 +100,7 @@ class ConsistencyCheck(Shared):
         names, values = (*same, *lengths), (*same.values(), *lengths.values())
         if self._seen and (names, values) in self._seen:
             return self._seen[names, values]
-        headers = self._exchange((_names_fingerprint(names), fingerprint(layer), *values), x)
+        headers = self._exchange((_kept_fingerprint(names), fingerprint(layer), *values), x)
         size = self.comm.size
         if headers == headers[: len(headers) // size] * size:
             all_lengths = {name: (length,) * size for name, length in lengths.items()}

@@ -33,7 +33,6 @@ ANSWER_S = 2.0  # how long a rank whose wait failed waits for the notes of other
 STORE_S = 3.0  # how long the store may take to answer; if rank 0 is stopped, it never does
 PAUSE_S = 0.005  # between looks at the store; mpirun sends SIGKILL 0.02 s after SIGTERM
 MAX_NAMED_RANKS = 8  # at one place, in a report
-STDERR = 2  # not sys.stderr, which a program may have replaced by what is no file
 LEFT, LOG_FOLDER, REPORT = "left", "log folder", "report"  # topics of notes
 Note = dict[str, Any]
 T = TypeVar("T")
@@ -71,7 +70,7 @@ def in_time(call: Callable[[], T], timeout: float) -> T:
     try:
         threading.Thread(target=run, daemon=True).start()
     except RuntimeError:
-        faulthandler.dump_traceback_later(timeout, exit=True, file=STDERR)
+        faulthandler.dump_traceback_later(timeout, exit=True, file=2)  # sys.stderr may be no file
         run()
         faulthandler.cancel_dump_traceback_later()
     try:

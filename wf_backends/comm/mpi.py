@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakMethod
 
 import torch
@@ -121,8 +121,7 @@ class MpiComm(ProcessComm):
         return _MpiPending(self, label, requests)
 
 
-@dataclass(frozen=True, slots=True)
-class _MpiRequest:
+class _MpiRequest(NamedTuple):
     """One MPI request."""
 
     transfer: str

@@ -43,17 +43,15 @@ class World:
         """The communicator of `rank`, to be used by one thread. Call it once per rank."""
         return ThreadComm(self, rank)
 
-    def abort(self, rank: int, error: BaseException) -> None:
-        """Record that `rank` failed: all running and future waits raise the first such error."""
-        with self._lock:
-            self.failure = self.failure or (rank, error)
-            self._wake_all()
-
-    def leave(self, rank: int) -> None:
-        """Record that `rank` has ended: waits for a message that it did not send raise at once."""
+    def leave(self, rank: int, error: BaseException | None = None) -> None:
+        """Record that `rank` has ended: waits for a message that it did not send raise at once.
+        If it failed by an error, all running and future waits raise the first such error."""
         with self._lock:
             self._ended_ranks.add(rank)
-            self._wake_all()
+            if error is not None and self.failure is None:
+                self.failure = rank, error
+            for changed in self._changed:
+                changed.notify_all()
 
     def put(self, ticket: Ticket, message: tuple[Tensor, int, str]) -> None:
         """Deliver a message: its data, its tag and the name of its sender's pass."""
@@ -84,10 +82,6 @@ class World:
             if not in_time:
                 raise RuntimeError(f"{wait}none came within {self.timeout:g} s")
             raise RuntimeError(f"{wait}rank {sender} ended without sending it")
-
-    def _wake_all(self) -> None:
-        for changed in self._changed:
-            changed.notify_all()
 
 
 class ThreadComm(Communicator):
@@ -180,7 +174,7 @@ def run_threads(size: int, fn: Callable[..., T], *args: object, timeout: float =
             results[rank] = fn(world.comm(rank), *args)
             world.leave(rank)
         except BaseException as error:  # run_threads raises it, whatever its class
-            world.abort(rank, error)
+            world.leave(rank, error)
 
     threads = [Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
