@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.hetegen.models import MLP, MLP_SPLIT, fast_device, split_and_resident
-from wf_backends.hetegen import ShapedDevice, dispatch_model
+from wf_backends.hetegen import ShapedDevice, dispatch_model, split_model
+from wf_backends.hetegen.dispatch import Handle
 
 TIMEOUT = 20  # seconds; a thread that has not ended by then is in a deadlock
 
@@ -198,32 +202,49 @@ def test_remove_in_two_threads_closes_the_device_once_before_either_returns(memo
     assert len(closed) == 1
 
 
-@pytest.mark.usefixtures("frequent_thread_switches")
-def test_calls_of_linears_during_remove_are_exact_or_refused_and_restart_no_lane() -> None:
+def call_and_remove(model: nn.Module, handle: Handle, x: Tensor, number: int) -> Tensor | None:
+    """Call a split linear; another thread removes before instruction `number` of split_model.py.
+
+    Returns:
+        The output; None if `remove` came first and the call was refused.
+    """
+    instructions = itertools.count()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Callable | None:
+        if frame.f_code.co_filename != split_model.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and next(instructions) == number:
+            join([start(handle.remove)])
+        return trace
+
+    sys.settrace(trace)
+    try:
+        return model(x)
+    except RuntimeError as error:
+        assert "while handle.remove() puts it back" in str(error)
+        return None
+    finally:
+        sys.settrace(None)
+
+
+def test_remove_during_a_call_of_a_linear_is_exact_or_refuses_it_and_restarts_no_lane() -> None:
     """No hook of a module tells of a linear's call: `remove` does not know of it in advance."""
-    x, reference, errors = torch.randn(2, 64), MLP().layers[0], list[Exception]()
-    threads_before = set(threading.enumerate())
-
-    def call(model: MLP, started: threading.Event) -> None:
-        with torch.no_grad():
-            for _ in range(30):
-                started.set()
-                try:
-                    torch.testing.assert_close(model.layers[0](x), reference(x), rtol=0, atol=1e-5)
-                except RuntimeError as error:
-                    if "while handle.remove() puts it back" not in str(error):
-                        errors.append(error)
-                except Exception as error:
-                    errors.append(error)
-
-    for _ in range(20):
-        model, started = MLP(), threading.Event()
-        with dispatch_model(model, MLP_SPLIT, ShapedDevice(1e6, 1e6, 1e9)):
-            thread = start(call, model, started)
-            assert started.wait(TIMEOUT)
-        thread.join(TIMEOUT)
+    x, linear, threads_before = torch.randn(2, 64), MLP().layers[0], set(threading.enumerate())
+    outs, was_removed = list[Tensor | None](), True
+    while was_removed:
+        model = MLP()
+        with (
+            dispatch_model(model, MLP_SPLIT, ShapedDevice(1e8, 1e8, 1e9)) as handle,
+            torch.no_grad(),
+        ):
+            outs.append(call_and_remove(model.layers[0], handle, x, len(outs)))
+            was_removed = handle._runner is None
         assert set(threading.enumerate()) <= threads_before
-    assert not errors
+    for out in outs:
+        if out is not None:
+            torch.testing.assert_close(out, linear(x), rtol=0, atol=1e-5)
+    assert None in outs[:-1] and outs[-2] is not None  # refused first, computed last
 
 
 def test_remove_frees_a_bias_after_the_call_that_adds_it() -> None:

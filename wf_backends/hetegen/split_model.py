@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,25 +48,32 @@ LOOKUPS = (F.embedding, aten.embedding.default)
 SLICES = (Tensor.narrow, aten.slice.Tensor)  # with which a graph of AutoChunk reads a weight
 
 
+class Products(NamedTuple):
+    """What computes the products of a split weight."""
+
+    runner: Runner
+    index: int  # the weight's in the runner
+    rows_dim: int  # the dimension of output features
+
+
 class SplitWeight(nn.Parameter):
     """A parameter while its weight is split. Operators not in PRODUCTS see it in host memory.
 
+    `undo` may make it a plain parameter within any call of another thread.
+
     Attributes:
         compute_device: the device of the products, which is also the parameter's `device`.
-        runner, index: computes the products, and the weight's index there.
-        rows_dim: the dimension of output features; None if it holds all experts of a layer.
+        products: computes them; None if the parameter holds all experts of a layer.
         experts: then the split weight of each expert.
     """
 
     compute_device: torch.device
-    runner: Runner
-    index: int
-    rows_dim: int | None = None
+    products: Products | None = None
     experts: list[SplitWeight] | None = None
 
     @property
     def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.compute_device
+        return getattr(self, "compute_device", None) or Tensor.device.__get__(self)
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -82,15 +89,16 @@ class SplitWeight(nn.Parameter):
             )
 
     def __getitem__(self, index: Any) -> Tensor:
-        if self.experts is None:
-            return super().__getitem__(index)
+        experts = getattr(self, "experts", None)
+        if experts is None:
+            return Tensor.__getitem__(self, index)
         is_number = isinstance(index, int) or (isinstance(index, Tensor) and index.numel() == 1)
         if not is_number:
             raise NotImplementedError(
                 "split experts are read one expert at a time, not by "
                 f"{type(index).__name__} of several"
             )
-        return self.experts[int(index)]
+        return experts[int(index)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy or pickle of the parameter alone is a plain parameter."""
@@ -115,20 +123,26 @@ class SplitWeight(nn.Parameter):
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         weight = arguments.pop("weight", None)
         with torch._C.DisableTorchFunctionSubclass():
-            left = arguments.get("input")
-            if func in MATMULS and isinstance(left, cls) and _is_columns(left, weight):
+            left = _products(arguments.get("input"), 0) if func in MATMULS else None
+            if left and _has_columns(weight):
                 return left.runner.linear(left.index, weight.mT).mT
-            is_split = isinstance(weight, cls) and weight.rows_dim == dim
-            if is_split and func in LOOKUPS:
-                return weight.runner.lookup(weight.index, arguments["input"])
-            if not is_split or not arguments.keys() <= {*names}:  # such as addmm's beta
+            right = _products(weight, dim)
+            if right and func in LOOKUPS:
+                return right.runner.lookup(right.index, arguments["input"])
+            if not right or not arguments.keys() <= {*names}:  # such as addmm's beta
                 return func(*args, **kwargs)
-            return weight.runner.linear(weight.index, arguments.pop("input"), **arguments)
+            return right.runner.linear(right.index, arguments.pop("input"), **arguments)
 
 
-def _is_columns(weight: SplitWeight, x: Tensor | None) -> bool:
+def _products(weight: Any, rows_dim: int) -> Products | None:
+    """What computes the products of a weight with this dimension of output features, if split."""
+    products = getattr(weight, "products", None) if isinstance(weight, SplitWeight) else None
+    return products if products and products.rows_dim == rows_dim else None
+
+
+def _has_columns(x: Tensor | None) -> bool:
     """Whether weight @ x is a linear of the columns of x, as Mamba computes its time steps."""
-    return weight.rows_dim == 0 and x is not None and x.dim() > 1 and not isinstance(x, SplitWeight)
+    return x is not None and x.dim() > 1 and not isinstance(x, SplitWeight)
 
 
 def split_weights(
@@ -155,8 +169,8 @@ def split_weights(
             expert = nn.Parameter(weight.tensor, requires_grad=False)
             parameter.experts.append(expert)
             parameter = expert
-        attributes = {"runner": runner, "index": index, "rows_dim": weight.dim}
-        _make_split(parameter, undo, compute_device=device, **attributes)
+        products = Products(runner, index, weight.dim)
+        _make_split(parameter, undo, compute_device=device, products=products)
 
 
 def _uncompiled(module: nn.Module, *_: Any) -> Callable[..., Any]:
