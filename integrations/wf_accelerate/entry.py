@@ -114,6 +114,9 @@ def _connect(
     )
     with handle.removed_on_error():
         add_hooks(handle)
+        if accelerator.distributed_type.value != "FSDP":  # parameters are whole
+            for inner in outermost(model):
+                generate_alone(inner, handle, handle.first.changes)
         handle.undo.enter_context(counted_by_group(accelerator, lambda: sp.size))
         if sp.size > 1:
             AveragedGradients(model, accelerator, handle)
@@ -136,7 +139,7 @@ def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False
         refuse_rollouts(trainer)
     generating = what_generates(trainer)
     if trl is not None:
-        refuse_options(trainer, bool(generating))
+        refuse_options(trainer)
     if generating and trainer.is_fsdp_enabled:
         raise NotImplementedError(
             f"{', '.join(generating)} under FSDP: generate needs whole parameters; leave it out, "
@@ -144,10 +147,8 @@ def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False
         )
     handle = _connect(trainer.model, trainer.accelerator, config, whole_logits, trl)
     with handle.removed_on_error():
-        if generating:
-            generate_alone(trainer.model, handle, handle.first.changes)
         if trl is not None:
-            connect_trl(trainer, handle, whole_logits, bool(generating))
+            connect_trl(trainer, handle, whole_logits)
         _replace_steps(trainer, handle)
     # The Trainer holds the accelerator's method as it was before we replaced it
     options = getattr(trainer.gather_function, "keywords", {})

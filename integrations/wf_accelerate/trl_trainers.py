@@ -52,11 +52,8 @@ def has_used_loaders(trainer: Any) -> bool:
     return bool(getattr(trainer.args, "precompute_ref_log_probs", False))
 
 
-def connect_trl(trainer: Any, handle: Handle, whole_logits: bool, generates: bool) -> None:
-    """Make a trainer train the model of `handle`, and attach its reference model.
-
-    `generates` says whether something calls `generate` of its models.
-    """
+def connect_trl(trainer: Any, handle: Handle, whole_logits: bool) -> None:
+    """Make a trainer train the model of `handle`, and attach its reference model."""
     sp, reference = handle.sp, reference_of(trainer)
     handle.first = None  # the model is called without labels, so there is no loss to compare
     if hasattr(trainer, "num_generations"):
@@ -74,8 +71,7 @@ def connect_trl(trainer: Any, handle: Handle, whole_logits: bool, generates: boo
             attached = attach_model(reference, sp)
             handle.undo.callback(attached.remove)
             LogProbabilityHooks(reference, attached, whole_logits)
-        if generates:
-            generate_alone(reference, handle, changes)
+        generate_alone(reference, handle, changes)
     take_sharded_logits(trainer, handle)
 
 
@@ -102,7 +98,7 @@ def refuse_rollouts(trainer: Any) -> None:
         )
 
 
-def refuse_options(trainer: Any, generates: bool) -> None:
+def refuse_options(trainer: Any) -> None:
     """Refuse options of a trainer that do not work when ranks share a sequence."""
     if getattr(trainer, "use_vllm", False):
         raise NotImplementedError(
@@ -114,10 +110,10 @@ def refuse_options(trainer: Any, generates: bool) -> None:
             "use_transformers_continuous_batching=True: its caches cannot be split over ranks; "
             "leave it out, and the model generates without it"
         )
-    if trainer.is_fsdp_enabled and (generates or reference_of(trainer) is not None):
+    if trainer.is_fsdp_enabled and reference_of(trainer) is not None:
         raise NotImplementedError(
-            f"{type(trainer).__name__} under FSDP: a rollout and a reference model need whole "
-            "parameters; run it under DDP"
+            f"{type(trainer).__name__} under FSDP: a reference model needs whole parameters; run "
+            "it under DDP"
         )
 
 

@@ -57,6 +57,16 @@ def test_remove_restores_the_model_and_the_accelerator() -> None:
     assert not model._forward_pre_hooks and not model._forward_hooks
 
 
+def test_a_connected_model_generates_as_without_us() -> None:
+    """With a KV cache, in a loop or a callback that `connect` cannot know."""
+    model, ids = tiny_llama(), batch()["input_ids"] % VOCABULARY
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **options)
+    for connected in (model, torch.nn.ModuleDict({"policy": model})):
+        with wf_accelerate.connect(connected, Accelerator(cpu=True), {"sequence_parallel_size": 1}):
+            assert torch.equal(model.generate(ids, **options), expected)
+
+
 def test_a_connected_model_can_be_copied_to_average_its_weights() -> None:
     model, ids = tiny_llama(), batch()["input_ids"] % VOCABULARY
     with wf_accelerate.connect(model, Accelerator(cpu=True), {"sequence_parallel_size": 1}):

@@ -265,7 +265,7 @@ def test_the_reference_of_a_trainer_with_whole_logits_has_them_too() -> None:
 
     def rank(comm: Any) -> None:
         with attach_with_hooks(model, sequence_parallel(comm)) as handle:
-            connect_trl(trainer, handle, whole_logits=True, generates=False)
+            connect_trl(trainer, handle, whole_logits=True)
             batch = padded_batch(on_the_left=False)
             assert isinstance(trainer.ref_model(**batch).logits, Tensor)
 

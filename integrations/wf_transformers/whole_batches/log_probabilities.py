@@ -183,7 +183,7 @@ def _padding_moved_right(arguments: Mapping[str, Any], starts: Tensor) -> dict[s
 
 def generate_alone(model: nn.Module, handle: Handle, changes: Changes) -> None:
     """Let every rank of a sequence generate by itself, until `handle.remove()`: inside
-    `model.generate` the model is as it was before it was attached.
+    `model.generate`, if it has that, the model is as it was before it was attached.
 
     The ranks of a sequence have the same random state and so generate the same tokens.
 
@@ -195,4 +195,5 @@ def generate_alone(model: nn.Module, handle: Handle, changes: Changes) -> None:
         with changes.undone():
             return original(*args, **kwargs)
 
-    handle.undo.enter_context(temporarily_replace(model, "generate", generate))
+    if hasattr(model, "generate"):
+        handle.undo.enter_context(temporarily_replace(model, "generate", generate))
