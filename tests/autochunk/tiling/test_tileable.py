@@ -40,7 +40,7 @@ class Parent(nn.Module):
             self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.part(x) + 1
+        return self.part(x * 2) + 1
 
 
 def candidate_of(part: nn.Module, weight: nn.Parameter | None = None) -> Candidate:
@@ -101,6 +101,11 @@ def cumulative_sum(x: Tensor, weight: Tensor) -> Tensor:
     return (x @ weight).cumsum(1).cumsum(0)
 
 
+def written_input(x: Tensor, weight: Tensor) -> Tensor:
+    """Of copies of its rows, tiles would write to these: a later reader of `x` would not see it."""
+    return x.relu_() @ weight
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -111,6 +116,7 @@ def cumulative_sum(x: Tensor, weight: Tensor) -> Tensor:
         (triangle_of_rows, "aten.tril.default has no rule along dimension 0"),
         (dropout, "aten.dropout.default has no rule along dimension 1"),
         (cumulative_sum, "aten.cumsum.default has no rule along dimension 1"),
+        (written_input, "changes what it is given"),
     ],
 )
 def test_module_whose_rows_depend_on_others_is_a_wall(function: Function, reason: str) -> None:

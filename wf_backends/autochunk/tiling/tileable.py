@@ -117,8 +117,10 @@ def _candidate(
     inner_bytes += sum(effects.of(n).temporary for n in nodes if _is_experts(n))
     candidate = Candidate(path, type(module).__name__, tuple(nodes), inner_bytes)
     try:
-        if not changed(nodes).isdisjoint(weights):
-            raise _NotTileableError("changes its buffers")
+        written = changed(nodes) - inside
+        if written:
+            what = "its buffers" if written & weights.keys() else "what it is given"
+            raise _NotTileableError(f"changes {what}")
         _refuse_foreign_weights(module, [weights[n] for n in reads if n in weights])
         weight_nodes = set(weights) | _from_weights(weights, nodes)
         dim = _tile_dim(nodes, inputs, results, weight_nodes)
