@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
 import transformers  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.deepspeed_jobs import tiny_llama  # noqa: E402
@@ -76,6 +77,31 @@ def test_calls_with_labels_return_whole_or_local_logits(whole_logits: bool) -> N
 
     expected = [24, 12, 24, 12] + ([24] if whole_logits else [])
     assert run_threads(2, rank) == [expected] * 2
+
+
+FIRST_CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "embeddings": lambda model, ids: (
+        model(inputs_embeds=model.get_input_embeddings()(ids), labels=ids).loss
+    ),
+    "checkpointed": lambda model, ids: checkpoint(
+        lambda ids: model(input_ids=ids, labels=ids).loss, ids, use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize("call", FIRST_CALLS.values(), ids=FIRST_CALLS)
+def test_the_first_batch_is_compared_inside_a_graph_of_the_caller(call: Any) -> None:
+    """Whose backward the comparison must not use up, nor add to what it keeps."""
+    reference, ids = build("llama", "sdpa", {}), batch(2)["input_ids"]
+    call(reference, ids).backward()
+
+    def rank(comm: Any) -> dict[str, torch.Tensor]:
+        model = build("llama", "eager", {})
+        WholeBatchHooks(model, attach(model, sequence_parallel(comm), verify="strict"))
+        call(model, ids).backward()
+        return gradients(model)
+
+    assert_mean_gradients(run_threads(2, rank), gradients(reference), 1e-6)
 
 
 def test_hooks_on_a_model_that_has_hooks_are_refused() -> None:

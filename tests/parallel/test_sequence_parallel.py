@@ -111,18 +111,20 @@ def test_a_larger_world_is_split_into_groups_that_do_not_mix():
     assert results == [(0, 2, 0.0), (1, 2, 0.0), (0, 2, 1.0), (1, 2, 1.0)]
 
 
-def loss_and_gradient(comm, size, num_labelled):
+def loss_and_gradient(comm, size, num_labelled, embedded):
     """Loss and gradient of a linear layer, and those of cross_entropy on the whole batch.
 
-    Only the first `num_labelled` of 27 tokens have a label.
+    Only the first `num_labelled` of 27 tokens have a label. The layer runs before the batch is cut
+    (`embedded`), or after.
     """
     sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=size), comm)
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 11, (2, 27), generator=random)
     labels = torch.where(torch.arange(27) < num_labelled, ids, -100)
     weight = torch.randn(11, 11, generator=random, dtype=torch.float64).requires_grad_()
-    local = sp.shard_batch({"input_ids": ids, "labels": labels})
-    loss = sp.loss(weight[local["input_ids"]], local["labels"])
+    local = sp.shard_batch({"input_ids": ids, "labels": labels, "inputs_embeds": weight[ids]})
+    rows = local["inputs_embeds"] if embedded else weight[local["input_ids"]]
+    loss = sp.loss(rows, local["labels"])
     loss.backward()
     expected = cross_entropy(weight[ids[:, :-1]].flatten(0, 1), labels[:, 1:].flatten())
     (expected_grad,) = torch.autograd.grad(expected, weight)
@@ -132,8 +134,9 @@ def loss_and_gradient(comm, size, num_labelled):
 
 @pytest.mark.parametrize("size", (1, 2, 3, 4))
 @pytest.mark.parametrize("num_labelled", (27, 13, 2))
-def test_loss_is_that_of_one_device_wherever_the_labels_are(size, num_labelled):
-    results = run_threads(size, loss_and_gradient, size, num_labelled)
+@pytest.mark.parametrize("embedded", (False, True))
+def test_loss_is_that_of_one_device_wherever_the_labels_are(size, num_labelled, embedded):
+    results = run_threads(size, loss_and_gradient, size, num_labelled, embedded)
     for (loss, grad), (expected, expected_grad) in results:
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
         torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-14)

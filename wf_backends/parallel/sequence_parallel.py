@@ -23,6 +23,7 @@ from wf_backends.parallel.attention import AttentionMethod, DistributedAttention
 from wf_backends.parallel.data import mask_arguments, prepare_batch
 from wf_backends.parallel.loss import count_valid, token_loss
 from wf_backends.parallel.sharding import Sharding
+from wf_backends.runtime import take_shard
 from wf_backends.schedule import padding_multiple
 
 
@@ -78,6 +79,8 @@ class SequenceParallel(AttentionMethod, Sharding, Shared):
             A dict with the same keys and "position_ids": tensors are this rank's rows along dim 1,
             all ranks have equally many, labels were shifted before the split and are -100 at
             padding. "cu_seqlens", "q_ranges", "k_ranges" and "attn_mask_types" stay global.
+            The gradient of whole embeddings is that of this rank's rows, and 0 elsewhere: what made
+            them has this rank's part of its gradient, as the model's parameters have.
 
         Raises:
             ValueError: for a malformed batch, or one that is not the same on every rank.
@@ -90,8 +93,10 @@ class SequenceParallel(AttentionMethod, Sharding, Shared):
                 labels_are_shifted=labels_are_shifted,
             )
         tensors = self.check_same(full_batch)
-        documents = mask_arguments(full_batch)
-        return full_batch | {key: self.shard(x, **documents) for key, x in tensors.items()}
+        seqlen = next(iter(tensors.values())).shape[1]
+        layout = self._layout(seqlen, **mask_arguments(full_batch))
+        local = {key: take_shard(self.comm, layout, 1, x, key) for key, x in tensors.items()}
+        return full_batch | local
 
     def check_same(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Check that every rank has the same batch, and return its tensors.

@@ -64,7 +64,7 @@ class Sharding:
                 layout needs are missing or do not fit, or x has no such dim.
         """
         dim = dimension(x, dim)
-        layout = self._layout(x.shape[dim], cu_seqlens, slices)
+        layout = self._layout(x.shape[dim], cu_seqlens, **slices)
         take = partial(take_shard, self.comm, layout, dim)
         gather = partial(gather_shards, self.comm, layout, dim)
         return linear_map(x, take, gather, "shard")
@@ -113,10 +113,13 @@ class Sharding:
     ) -> Tensor:
         """(s,) int64: the global positions of this rank's rows of a sequence of `seqlen`."""
         positive("seqlen", seqlen, MAX_TOKENS)
-        return positions(self._layout(seqlen, cu_seqlens, slices)[self.rank], device)
+        return positions(self._layout(seqlen, cu_seqlens, **slices)[self.rank], device)
 
     def _layout(
-        self, seqlen: int, cu_seqlens: Sequence[int] | None, slices: SliceArguments
+        self,
+        seqlen: int,
+        cu_seqlens: Sequence[int] | None = None,
+        **slices: Unpack[SliceArguments],
     ) -> Layout:
         mask = make_mask(cu_seqlens=cu_seqlens, seqlen=seqlen, **slices)
         return make_layout(self.config.layout, self.size, seqlen, mask.cu_seqlens, mask.slices)

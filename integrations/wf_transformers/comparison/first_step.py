@@ -82,6 +82,8 @@ class FirstStep:
         if handle.sp.size == 1:
             return
         arguments = with_cu_seqlens(arguments)
+        # embeddings that the caller computed: their graph is for the caller's backward
+        arguments = {k: x.detach() if isinstance(x, Tensor) else x for k, x in arguments.items()}
         if not whole_batches:
             names = [name for name in parameter_names(self.model) if name not in LABELS]
             arguments = {key: x for key, x in arguments.items() if key in (*names, "cu_seqlens")}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel
@@ -134,13 +135,16 @@ class Comparison:
         """(outputs, gradients of a loss in which every element of the outputs counts once)."""
         gradients: Named = {}
         gathered = _gathered_parameters(self.model, self._gather) if self._gather else nullcontext()
+        # a checkpoint around the call would count what is saved here
+        unhooked = saved_tensors_hooks(_unchanged, _unchanged)
         # what observes the model would be compiled, too
         with restored_numpy(), uncompiled(), torch.set_grad_enabled(self._backward), gathered:
             # a tile of a part has other rows than one of the whole
-            with observed_outputs(self.model, observe, modules_in_tiles(self.model)):
+            with unhooked, observed_outputs(self.model, observe, modules_in_tiles(self.model)):
                 output = self._call(kwargs, whole) if self._call else self.model(**kwargs)
                 outputs = self._tensors(output, whole)
-            if self._backward and (loss := self._loss(outputs, whole)) is not None:
+            loss = self._loss(outputs, whole) if self._backward else None
+            if loss is not None and loss.requires_grad:
                 gradients = gradients_of(self.model, loss)
         return {key: x.detach() for key, x in outputs.items()}, gradients
 
@@ -205,6 +209,10 @@ class Comparison:
     def _record_error(self, description: str, error: float, dtype: torch.dtype) -> None:
         tolerance = max(NARROW_TOLERANCES.get(dtype, TOLERANCE), self._min_tolerance)
         self.errors.append((description, error, tolerance))
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 def _shapes(outputs: Named) -> str:
