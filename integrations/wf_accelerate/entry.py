@@ -115,8 +115,7 @@ def _connect(
     with handle.removed_on_error():
         add_hooks(handle)
         if accelerator.distributed_type.value != "FSDP":  # parameters are whole
-            for inner in outermost(model):
-                generate_alone(inner, handle, handle.first.changes)
+            generate_alone(model, handle, handle.first.changes)
         handle.undo.enter_context(counted_by_group(accelerator, lambda: sp.size))
         if sp.size > 1:
             AveragedGradients(model, accelerator, handle)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from wf_deepspeed.config import BATCH_KEYS, KEY, load_config, read_block
 from wf_deepspeed.entry import CONFIG_ARGUMENTS, find_config, initialize_with
 from wf_transformers import WholeBatchHooks, counted_by_group, temporarily_replace
+from wf_transformers.whole_batches.log_probabilities import generate_alone
 from wf_transformers.whole_batches.trainer import TRAINER_METHODS
 
 
@@ -59,6 +60,8 @@ def _initialize(
     )
     if hasattr(engine, "wallfacer") and engine.wallfacer.block.dsp is None:
         WholeBatchHooks(engine.module, engine.wallfacer)
+        if engine.zero_optimization_stage() < 3:  # parameters are whole
+            generate_alone(engine.module, engine.wallfacer, engine.wallfacer.first.changes)
         if "transformers.trainer" in sys.modules:  # the script uses the Trainer
             trainer_class = sys.modules["transformers.trainer"].Trainer
             if not hasattr(trainer_class.compute_loss, "__wrapped__"):  # by an earlier engine

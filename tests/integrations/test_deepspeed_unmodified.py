@@ -91,6 +91,19 @@ with pytest.raises(ValueError, match="which cpu=True leaves out"):
     wf_accelerate.connect(torch.nn.Linear(2, 2), accelerator, block)
 """
 
+GENERATES = """
+import deepspeed, torch, wf_deepspeed
+from tests.integrations.deepspeed_jobs import tiny_llama
+adam = {"type": "AdamW", "params": {"torch_adam": True}}
+config = {"train_batch_size": 1, "optimizer": adam, "zero_optimization": {"stage": 2}}
+ids, options = torch.arange(8)[None], {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+expected = tiny_llama().generate(ids, **options)
+with wf_deepspeed.without_shared_memory_op(), wf_deepspeed.opened():
+    config["wallfacer"] = {"sequence_parallel_size": 1}
+    engine = deepspeed.initialize(model=tiny_llama(), config=config)[0]
+    assert torch.equal(engine.module.generate(ids, **options), expected)
+"""
+
 
 def train_without_wallfacer(folder: Path, ranks: int, accumulation: int) -> dict[str, Any]:
     """Run the script without DeepSpeed, under torch's DDP if there are several ranks."""
@@ -149,6 +162,11 @@ def test_schedulers_that_accelerate_prepares_beside_deepspeed_count_groups() -> 
 
 def test_a_deepspeed_config_that_accelerate_leaves_out_is_refused() -> None:
     run_ranks(["-c", LEFT_OUT], 1)
+
+
+def test_a_model_generates_as_without_us() -> None:
+    """In an evaluation of a Trainer with `predict_with_generate`, or a callback."""
+    run_ranks(["-c", GENERATES], 1)
 
 
 def test_opened_restores_the_functions_that_it_replaces() -> None:

@@ -21,6 +21,7 @@ from tests.integrations.transformers_models import (  # noqa: E402  # noqa: E402
     tiny,
 )
 from wf_transformers import WholeBatchHooks, attach  # noqa: E402
+from wf_transformers.whole_batches.log_probabilities import generate_alone  # noqa: E402
 from wf_transformers.whole_batches.trainer import (  # noqa: E402
     compared_first,
     counted_once,
@@ -32,8 +33,9 @@ from wf_transformers.whole_batches.trainer import (  # noqa: E402
 @pytest.mark.parametrize("evaluated", [None, [1]])
 def test_evaluations_that_generate_are_refused_before_the_first_step(evaluated: Any) -> None:
     """Of a Trainer with DeepSpeed's block; without a dataset it trains."""
-    model = tiny_llama()
-    WholeBatchHooks(model, attach(model, one_rank(), verify=False))
+    model = torch.nn.ModuleDict({"as PEFT's around": tiny_llama()})
+    handle = attach(model, one_rank(), verify=False)
+    WholeBatchHooks(model, handle)
     arguments = SimpleNamespace(predict_with_generate=True)
     trainer = SimpleNamespace(args=arguments, eval_dataset=evaluated)
 
@@ -45,6 +47,8 @@ def test_evaluations_that_generate_are_refused_before_the_first_step(evaluated: 
         return
     with pytest.raises(NotImplementedError, match="predict_with_generate=True with DeepSpeed"):
         compared_first(trainer, step, model, {})
+    generate_alone(model, handle, handle.first.changes)
+    assert compared_first(trainer, step, model, {}) == "trained"
 
 
 def prediction_step(model: Any, inputs: dict[str, Any], prediction_loss_only: bool) -> Any:

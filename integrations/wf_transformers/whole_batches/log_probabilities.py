@@ -182,8 +182,8 @@ def _padding_moved_right(arguments: Mapping[str, Any], starts: Tensor) -> dict[s
 
 
 def generate_alone(model: nn.Module, handle: Handle, changes: Changes) -> None:
-    """Let every rank of a sequence generate by itself, until `handle.remove()`: inside
-    `model.generate`, if it has that, the model is as it was before it was attached.
+    """Let every rank of a sequence generate by itself, until `handle.remove()`: inside `generate`
+    of the Hugging Face models in `model` they are as they were before they were attached.
 
     The ranks of a sequence have the same random state and so generate the same tokens.
 
@@ -195,5 +195,6 @@ def generate_alone(model: nn.Module, handle: Handle, changes: Changes) -> None:
         with changes.undone():
             return original(*args, **kwargs)
 
-    if hasattr(model, "generate"):
-        handle.undo.enter_context(temporarily_replace(model, "generate", generate))
+    for inner in outermost(model):
+        if hasattr(inner, "generate"):
+            handle.undo.enter_context(temporarily_replace(inner, "generate", generate))

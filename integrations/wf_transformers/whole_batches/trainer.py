@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from wf_backends.parallel import count_valid
 from wf_transformers.comparison.runs import LOSS
+from wf_transformers.models import outermost
 from wf_transformers.rng import generators_of
 from wf_transformers.whole_batches.custom_loss import NUM_ITEMS
 from wf_transformers.whole_batches.hooks import GROUP_SIZE, WHOLE_LOGITS, WholeBatchHooks
@@ -136,10 +137,11 @@ def _refuse_generating(trainer: Any, hooks: WholeBatchHooks | None) -> None:
     """Refuse evaluations that generate with a model whose `generate` was not replaced."""
     generates = getattr(trainer.args, "predict_with_generate", False)
     evaluates = getattr(trainer, "eval_dataset", None) is not None
-    if generates and evaluates and hooks is not None and "generate" not in vars(hooks.model):
+    models = [] if hooks is None else outermost(hooks.model)
+    if generates and evaluates and any("generate" not in vars(model) for model in models):
         raise NotImplementedError(
-            "predict_with_generate=True with DeepSpeed's block: a KV cache cannot be spread over "
-            "ranks, so that the first evaluation would fail; leave it out, or eval_dataset"
+            "predict_with_generate=True with DeepSpeed's block at ZeRO 3: each rank would generate "
+            "by itself, which needs whole parameters; leave it out, or eval_dataset, or take ZeRO 2"
         )
 
 
