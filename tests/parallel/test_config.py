@@ -95,6 +95,12 @@ def test_to_dict_returns_the_topology_unless_it_is_the_default(source):
         ({"ulysses_degree": 4, "backward_moves": "keys"}, 4, "keys", (4,)),
         ({"route": {"name": "all_gather", "host_size": 4}}, 1, "queries", (1,)),
         ({"route": {"name": "all_gather", "host_size": 1}}, 1, "keys", (1,)),
+        (
+            {"route": {"name": "all_gather", "host_size": 4}, "ulysses_degree": "auto"},
+            "auto",
+            "queries",
+            (1, 2, 4),
+        ),
         ({"route": "ring"}, 1, "keys", (1,)),
         ({"route": "ring", "backward_route": "auto"}, 1, "auto", (1,)),
         ({"backward_route": "ring"}, 1, "keys", (1,)),
@@ -242,6 +248,14 @@ def test_rows_may_be_kept_for_the_same_route_in_another_form(form):
         ({"backward_moves": "values"}, "backward_moves must be one of"),
         (
             {"route": {"name": "all_gather", "host_size": 4}, "backward_moves": "keys"},
+            "host_size 4 of route 'all_gather' has no effect in the backward.*use 'queries'",
+        ),
+        (  # rows may or may not be kept
+            {
+                "backward_route": {"name": "all_gather", "host_size": 4},
+                "backward_moves": "keys",
+                "keep_gathered": "auto",
+            },
             "host_size 4 of route 'all_gather' has no effect in the backward.*use 'queries'",
         ),
         (

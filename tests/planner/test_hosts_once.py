@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.planner.calls import plan_of_call
 from tests.planning import BYTES, lab_cluster, plain_cluster
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.cluster.topology import Topology
+from wf_backends.config import SequenceParallelConfig
 from wf_backends.cost.closed_form import ClosedForm
 from wf_backends.cost.exact_cost import pass_cost
 from wf_backends.cost.route_shape import shape_of
@@ -63,6 +65,27 @@ def test_rows_cross_once_where_four_ranks_share_a_nic(exact_up_to: int) -> None:
     to_each_reader = price_plan(request, without_host_size(plan.choice))
     assert to_each_reader.cost.seconds > 1.2 * plan.cost.seconds
     assert to_each_reader.cost.nic_bytes > 1.2 * plan.cost.nic_bytes
+
+
+@pytest.mark.parametrize(
+    "options",
+    (
+        {"route": {"name": "all_gather"}, "ulysses_degree": "auto"},
+        {
+            "route": {"name": "mesh", "rows": 8, "cols": 1},
+            "keep_gathered": True,
+            "backward_moves": "queries",
+            "ulysses_chunks": "auto",
+        },
+    ),
+    ids=lambda options: options["route"]["name"],
+)
+def test_a_named_host_size_has_a_plan_that_a_config_can_name(options: dict[str, Any]) -> None:
+    """Not with all heads exchanged, when a rank gathers nothing; kept rows crossed before."""
+    route = options["route"] | {"host_size": 4}
+    plan = plan_of_call(8, 4096, Mask(CAUSAL), A100.with_ranks(8), **options | {"route": route})
+    config = SequenceParallelConfig.from_dict(plan.choice.to_config(8, "zigzag"))
+    assert config.to_dict()["route"]["host_size"] == 4
 
 
 def test_rows_cross_to_each_reader_where_links_inside_hosts_are_no_faster() -> None:

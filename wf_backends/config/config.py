@@ -255,7 +255,7 @@ class SequenceParallelConfig:
                 f"keep_gathered keeps what the forward's route {routes['route']!r} gathers, which "
                 f"backward_route {routes['backward_route']!r} has no use for: leave one of them out"
             )
-        if AUTO not in (route, moves) and not self.keep_gathered:
+        if AUTO not in (route, moves) and self.keep_gathered is not True:
             size = self.sequence_parallel_size // self.degrees[0]
             check_host_size(read_placed(cast(Mapping[str, Any], route), size), size, moves)
 

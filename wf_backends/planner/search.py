@@ -209,7 +209,8 @@ def _passes(
     """The plans of one pass, one on each of these routes.
 
     In a forward queries walk on routes whose keys stay. Routes with `cross_once` are left out where
-    the side that stays gathers nothing that could cross.
+    the side that stays gathers nothing that could cross; not in the backward of rows that are kept,
+    which is on the forward's route.
     """
     keys_stay = replace(kind, queries_walk=True) if kind.name == FORWARD.name else kind
     forms = {} if request.is_exact else {k: ClosedForm(split, k) for k in {kind, keys_stay}}
@@ -217,7 +218,7 @@ def _passes(
     for placed, shape in candidates.items():
         route_kind = keys_stay if placed.keys_stay else kind
         stay, _ = route_kind.ordered(shape.queries, shape.keys)
-        if shape.cross_once and not stay.foreign:
+        if shape.cross_once and not (stay.foreign or (kind.keep and kind.name != FORWARD.name)):
             continue
         if request.is_exact:
             schedule = place(placed, split.route_size)

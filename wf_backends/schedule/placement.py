@@ -113,7 +113,7 @@ def read_placed(route: Mapping[str, Any], n: int, max_host_size: int | None = No
             them and their sizes), or if a route that gathers nothing has a "host_size" > 1.
     """
     named = {key: value for key, value in route.items() if key not in (ORDER, HOST_SIZE)}
-    make_schedule(named, n)  # refuses what does not fit
+    schedule = make_schedule(named, n)  # refuses what does not fit
     plain = default_placement(named, n)
     order = route.get(ORDER, plain.order)
     listed = tuple(cast(tuple[Any, ...], order)) if isinstance(order, list | tuple) else ()
@@ -124,17 +124,17 @@ def read_placed(route: Mapping[str, Any], n: int, max_host_size: int | None = No
             f"{ORDER} must list every digit of route {named['name']!r} once, here {expected}; "
             f"got {order!r}"
         )
-    host_size = _read_host_size(route, plain.gathers, max_host_size)
+    host_size = _read_host_size(route, schedule, max_host_size)
     return Placed(plain.fields, listed, host_size)
 
 
-def _read_host_size(route: Mapping[str, Any], gathers: bool, max_size: int | None) -> int:
+def _read_host_size(route: Mapping[str, Any], schedule: Schedule, max_size: int | None) -> int:
     size: Any = route.get(HOST_SIZE, 1)
     positive(HOST_SIZE, size)
-    if size > 1 and not gathers:
+    if size > 1 and not any(schedule.gathers()):
         raise ValueError(
             f"{HOST_SIZE} {size} is for routes that gather rows of several ranks; route "
-            f"{route['name']!r} forwards rows from rank to rank: leave {HOST_SIZE} out"
+            f"{route['name']!r} on {schedule.num_ranks} ranks gathers none: leave {HOST_SIZE} out"
         )
     if max_size is not None and size > max_size:
         raise ValueError(
