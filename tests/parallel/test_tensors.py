@@ -135,6 +135,22 @@ def test_a_shard_is_a_copy(layout):
     run_threads(4, rank)
 
 
+@pytest.mark.parametrize("layout", ("contiguous", "zigzag"))
+def test_outputs_keep_no_rows_of_other_ranks_in_memory(layout):
+    """A rank gathers the queries of all four: in float32 a view of its results would keep all."""
+
+    def rank(comm):
+        sp = parallel(comm, route={"name": "mesh", "rows": 4, "cols": 1}, layout=layout)
+        q, k, v = (sp.shard(x).requires_grad_() for x in draw(torch.float32)[:3])
+        out = sp.attention(q, k, v)
+        saved = filter(torch.is_tensor, out.grad_fn.saved_tensors)
+        dq, _, _ = torch.autograd.grad(out.sum(), (q, k, v))
+        for x in (out, dq, *saved):
+            assert x.untyped_storage().nbytes() == x.nbytes
+
+    run_threads(4, rank)
+
+
 def test_unshard_notices_a_length_that_changes_on_some_ranks_only(monkeypatch):
     """16 and 17 tokens have equally many rows on one of two ranks; no headers pass the host."""
     monkeypatch.setattr(Communicator, "small_message_device", lambda comm, x: x.device)

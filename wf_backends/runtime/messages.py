@@ -130,9 +130,11 @@ class Total:
         self._buffers: Tensors | None = None
 
     def add(self, rows: Ranges, values: Tensors) -> None:
-        """Add the results of one rank. If the first ones cover all rows, they are not copied."""
+        """Add the results of one rank. If the first ones cover all rows, they are not copied, but
+        as a part of a larger buffer, which they would keep in memory, until the backward."""
         if self._buffers is None and (not values or values[0].size(0) == self._num_rows):
-            self._buffers = tuple([x.to(self._accumulators.dtype) for x in values])
+            dtype = self._accumulators.dtype
+            self._buffers = tuple([x.to(dtype, copy=_is_part(x)) for x in values])
         else:
             scatter(self.buffers(), self._accumulators.combine, rows, values)
 
@@ -141,6 +143,11 @@ class Total:
         if self._buffers is None:
             self._buffers = self._accumulators.prepare(self._num_rows, ((0, self._num_rows),))
         return self._buffers
+
+
+def _is_part(x: Tensor) -> bool:
+    """Whether x is a view of a part of its memory."""
+    return x.untyped_storage().nbytes() > x.nbytes
 
 
 def span(activity: str, label: str) -> AbstractContextManager[object]:
