@@ -10,7 +10,9 @@ weights, only lse, from which it is subtracted.
 
 16-bit dtypes would round both factors. So a distance is written as four digits of 8 bits, and a
 slope as the sum of three numbers of 8 bits. Each pair of them takes one dimension, and its product
-is exact in the float32 in which flash kernels accumulate.
+is exact in the float32 in which flash kernels accumulate. Scores are rounded there, to 2**-24 of
+slope (z - j). So rows that see only some of a tile's keys are computed in blocks that are not long,
+and there is no gap in them (`Problem.joins_ranges`).
 
 (flash-attn's own `alibi_slopes` count i and j inside the tile, as if the tile stood on the
 diagonal: in every other tile the distances of some pairs have the wrong sign.)
@@ -26,8 +28,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from wf_backends.kernels.merge import backward_of_blocks, forward_of_blocks
 from wf_backends.kernels.protocol import Grads, Kernel, KernelSpec, TileGrad
 from wf_backends.kernels.scores import Scores
+from wf_backends.kernels.tile_split import SubTile, row_blocks
 from wf_backends.schedule import Band
 
 DIGIT_BASE = 256
@@ -35,6 +39,8 @@ NUM_DIGITS = 4  # of a distance, which is below 2**32 tokens
 NUM_TERMS = 3  # numbers that add up to a slope
 EXTRA_DIMS = {torch.float64: 1, torch.float32: 8, torch.bfloat16: 16}
 """1, or for bfloat16 NUM_DIGITS x NUM_TERMS, and zeros up to a multiple of 8, as kernels need."""
+BLOCK_ROWS = {torch.float64: 1 << 24, torch.float32: 1 << 10, torch.bfloat16: 1 << 14}
+"""Rows of a block: 2**-24 of so many tokens is a small part of the rounding of an output."""
 
 
 class AlibiKernel:
@@ -61,24 +67,33 @@ class AlibiKernel:
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
     ) -> tuple[Tensor, Tensor]:
         """See Kernel.forward."""
+        if len(blocks := _blocks(q, k, band)) > 1:
+            return forward_of_blocks(self.forward, blocks, (q, k, v), scores)
         q, k, row_bias = _append_distances(q, k, scores)
         out, lse = self._kernel.forward(q, k, v, replace(scores, slopes=None), band)
         return out, lse - row_bias.to(lse.dtype)
 
     def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
         """See Kernel.backward."""
+        if len(blocks := _blocks(tile.q, tile.k, band)) > 1:
+            return backward_of_blocks(self.backward, blocks, tile, scores)
         q, k, row_bias = _append_distances(tile.q, tile.k, scores)
         extended = tile._replace(q=q, k=k, lse=tile.lse + row_bias.to(tile.lse.dtype))
         dq, dk, dv = self._kernel.backward(extended, replace(scores, slopes=None), band)
-        head_dim = tile.q.shape[3]
-        return dq[..., :head_dim], dk[..., :head_dim], dv
+        return dq[..., : tile.q.shape[3]], dk[..., : tile.k.shape[3]], dv
+
+
+def _blocks(q: Tensor, k: Tensor, band: Band) -> tuple[SubTile, ...]:
+    """The tile in blocks of rows; whole if every row sees every key, and so the nearest ones."""
+    rows, keys = q.shape[1], k.shape[1]
+    max_rows = BLOCK_ROWS[q.dtype] if band.within(rows, keys).edges else rows
+    return row_blocks(rows, keys, band, max_rows)
 
 
 def _extended_spec(spec: KernelSpec) -> KernelSpec:
     """The spec of the kernel inside, which gets longer queries and keys instead of ALiBi."""
-    head_dim = spec.head_dim + EXTRA_DIMS[spec.dtype]
-    value_dim = spec.value_dim or spec.head_dim
-    return replace(spec, head_dim=head_dim, value_dim=value_dim, alibi=False)
+    dims = spec.head_dim + EXTRA_DIMS[spec.dtype], spec.value_dim or spec.head_dim
+    return replace(spec, head_dim=dims[0], value_dim=dims[1], alibi=False)
 
 
 def _append_distances(q: Tensor, k: Tensor, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,5 @@
-"""Merging the results of several tiles: of tiles with the same rows and other keys, and of the
-sub-tiles into which a tile is split because a library does not support its Band.
+"""Merging the results of several tiles: of tiles with the same rows and other keys, of blocks of
+rows, and of the sub-tiles into which a tile is split where a library does not support its Band.
 
 Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_dim of queries and
 keys, e of values; s rows of a buffer, which is rows-first.
@@ -7,7 +7,7 @@ keys, e of values; s rows of a buffer, which is rows-first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from wf_backends.kernels.protocol import Grads, TileGrad
 from wf_backends.kernels.scores import Scores
-from wf_backends.kernels.tile_split import Split
+from wf_backends.kernels.tile_split import Split, SubTile
 from wf_backends.schedule import Band
 
 
@@ -46,6 +46,33 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
 
 Forward = Callable[[Tensor, Tensor, Tensor, Scores, Band], tuple[Tensor, Tensor]]
 Backward = Callable[[TileGrad, Scores, Band], Grads]
+
+
+def forward_of_blocks(
+    forward: Forward, blocks: Sequence[SubTile], qkv: Sequence[Tensor], scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a tile in `row_blocks`; see Kernel.forward."""
+    q, k, v = qkv
+    results = (
+        forward(q[:, rows], k[:, keys], v[:, keys], scores.part(rows, keys), band)
+        for rows, keys, band in blocks
+    )
+    outs, lses = zip(*results, strict=True)
+    return torch.cat(outs, 1), torch.cat(lses, 2)
+
+
+def backward_of_blocks(
+    backward: Backward, blocks: Sequence[SubTile], tile: TileGrad, scores: Scores
+) -> Grads:
+    """Gradients of a tile in `row_blocks`; see Kernel.backward."""
+    dtype = torch.promote_types(tile.q.dtype, torch.float32)
+    dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (tile.q, tile.k, tile.v))
+    for rows, keys, band in blocks:
+        grads = backward(tile.part(rows, keys), scores.part(rows, keys), band)
+        dq[:, rows] = grads[0]
+        dk[:, keys] += grads[1]
+        dv[:, keys] += grads[2]
+    return dq, dk, dv
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from wf_backends.kernels.merge import backward_of_blocks, forward_of_blocks
 from wf_backends.kernels.protocol import Grads, KernelSpec, TileGrad
 from wf_backends.kernels.scores import Scores
 from wf_backends.kernels.tile_split import SubTile, row_blocks
@@ -56,24 +57,12 @@ class ReferenceKernel:
     ) -> tuple[Tensor, Tensor]:
         """out = softmax(scores) v and lse = logsumexp(scores); see Kernel.forward and Scores."""
         q, k, v = _to_compute_dtype(q, k, v)
-        blocks = [
-            _forward(q[:, rows], k[:, keys], v[:, keys], scores.part(rows, keys), block_band)
-            for rows, keys, block_band in _blocks(q, k, band)
-        ]
-        outs, lses = zip(*blocks, strict=True)
-        return torch.cat(outs, 1), torch.cat(lses, 2)
+        return forward_of_blocks(_forward, _blocks(q, k, band), (q, k, v), scores)
 
     def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
         """Gradients of the tile, from delta and without `out`; see Kernel.backward."""
         tile = TileGrad(*_to_compute_dtype(*tile))
-        dq = torch.empty_like(tile.q)
-        dk, dv = torch.zeros_like(tile.k), torch.zeros_like(tile.v)
-        for rows, keys, block_band in _blocks(tile.q, tile.k, band):
-            block = tile.part(rows, keys)
-            dq[:, rows], block_dk, block_dv = _backward(block, scores.part(rows, keys), block_band)
-            dk[:, keys] += block_dk
-            dv[:, keys] += block_dv
-        return dq, dk, dv
+        return backward_of_blocks(_backward, _blocks(tile.q, tile.k, band), tile, scores)
 
 
 def _to_compute_dtype(*tensors: Tensor) -> list[Tensor]:

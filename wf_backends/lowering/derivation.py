@@ -68,7 +68,8 @@ class _Derivation:
         buffers = reads.ordered(reads.stay_rows(rank), held)
         rows_written, keys_written = reads.ordered(stay, walk)
         for rows, messages in self.gathering.rounds(step, rank):
-            unmarked = make_tiles(*reads.ordered(rows, held), reads.mask, buffers) if held else ()
+            tile_args = *reads.ordered(rows, held), reads.mask, buffers, reads.joins_ranges
+            unmarked = make_tiles(*tile_args) if held else ()
             marked = [
                 replace(
                     tile,

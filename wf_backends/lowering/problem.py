@@ -31,6 +31,8 @@ class Problem:
     host_size: int = 1
     """The number of neighbouring ranks on a host. A row of the side that stays crosses to the host
     once, even if several of its ranks read it."""
+    joins_ranges: bool = True
+    """Whether several ranges of rows may be one causal tile (see `make_tiles`)."""
 
 
 class Reads:
@@ -47,6 +49,7 @@ class Reads:
 
     def __init__(self, problem: Problem) -> None:
         self.mask, self.queries_walk = problem.mask, problem.queries_walk
+        self.joins_ranges = problem.joins_ranges
         self._layouts = {"q": problem.q_layout, "k": problem.kv_layout}
         self.stay_layout, self.walk_layout = self.ordered(problem.q_layout, problem.kv_layout)
         schedule = problem.schedule

@@ -59,19 +59,23 @@ class Tile:
         return globalize(self.rows, self.held[0]), globalize(self.keys, self.held[1])
 
 
-def make_tiles(q: Ranges, kv: Ranges, mask: Mask, held: Buffers | None = None) -> tuple[Tile, ...]:
+def make_tiles(
+    q: Ranges, kv: Ranges, mask: Mask, held: Buffers | None = None, joins_ranges: bool = True
+) -> tuple[Tile, ...]:
     """The tiles for queries at the positions `q` and keys at the positions `kv`.
 
     Every (query, key) pair that the mask lets through lies in exactly one tile.
 
     Args:
         held: the positions in both buffers, if not `q` and `kv`.
+        joins_ranges: whether several ranges of rows may be one causal tile.
     """
     buffers = held or (q, kv)
     rows, keys = by_part(q, mask, "q"), by_part(kv, mask, "k")
     all_tiles = list[Tile]()
     for part in sorted(rows.keys() & keys.keys()):
-        all_tiles += _tiles_of_part(rows[part], keys[part], mask.band_of(part), buffers)
+        one_part = rows[part], keys[part], mask.band_of(part), buffers
+        all_tiles += _tiles_of_part(*one_part, joins_ranges)
     return tuple(all_tiles if mask.slices is None else _join_full_tiles(all_tiles))
 
 
@@ -131,12 +135,14 @@ def _clip(ranges: Ranges, limits: Sequence[int]) -> Ranges:
     return tuple(clipped)
 
 
-def _tiles_of_part(rows: Ranges, keys: Ranges, band: Band, held: Buffers) -> Iterator[Tile]:
+def _tiles_of_part(
+    rows: Ranges, keys: Ranges, band: Band, held: Buffers, joins_ranges: bool
+) -> Iterator[Tile]:
     """The tiles of rows and keys of one part of the mask.
 
     Under a causal mask, all positions that are both rows and keys can be one causal tile.
     """
-    both = intersect(rows, keys) if band == CAUSAL else ()
+    both = intersect(rows, keys) if band == CAUSAL and joins_ranges else ()
     both_rows, both_keys = (locate(both, buffer) for buffer in held)
     is_short = max(map(range_length, both), default=0) <= SHORT_RANGE_ROWS
     needs_no_copy = len(both_rows) == len(both_keys) == 1

@@ -96,6 +96,8 @@ class PlannedCalls:
         )
         group_layouts = [groups.merge(q_layout), groups.merge(kv_layout)]
         forward, backward, keep = _problems(choice, groups, mask, self._gather_first, group_layouts)
+        if spec.alibi:
+            forward, backward = (replace(x, joins_ranges=False) for x in (forward, backward))
         local_spec = replace(
             spec,
             heads=queries[0].heads_per_member,
