@@ -55,7 +55,7 @@ ENVIRONMENTS = {
     ),
     "slurm": (SLURM, JobProcess("slurm", 3, 8, 1, None, "gpu03", SLURM_PORT)),
     "slurm with one task": (
-        SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+        SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"} | MASTER,
         JobProcess("slurm", 0, 1, 1, None),
     ),
     "slurm with pmi2": (
@@ -70,6 +70,10 @@ ENVIRONMENTS = {
     "torchrun": (
         TORCHRUN,
         JobProcess("torchrun", 3, 8, 1, 2, "node0", 1234, restart=1, agent_store=True),
+    ),
+    "torchrun with one rank": (
+        TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"},
+        JobProcess("torchrun", 0, 1, 1, 2, "node0", 1234, restart=1, agent_store=True),
     ),
     "torchrun inside slurm": (
         TORCHRUN | SLURM,

@@ -130,8 +130,11 @@ def _store_address(
 ) -> tuple[str | None, int | None]:
     """(host, port) of the rendezvous' store; under Slurm by the step's first node and number.
 
-    One rank takes any free port: a step of one task may start several programs.
+    One rank meets nobody and takes any free port, whatever is set: a step of one task may start
+    several programs. Not where torchrun's agent listens, which counts restarts.
     """
+    if size == 1 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None, None
     if "MASTER_ADDR" in environ:
         if not environ["MASTER_ADDR"]:
             raise ValueError("MASTER_ADDR is empty: set it to the host of rank 0, or unset it")
@@ -139,7 +142,7 @@ def _store_address(
         if port is not None and port not in PORTS:
             raise ValueError(f"MASTER_PORT must be a port from 1 to {PORTS[-1]}, got {port}")
         return environ["MASTER_ADDR"], DEFAULT_PORT if port is None else port
-    if launcher.name != "slurm" or size == 1:
+    if launcher.name != "slurm":
         return None, None
     nodes = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodelist = next((environ[name] for name in nodes if name in environ), "localhost")
