@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from tests.integrations.transformers_models import (  # noqa: E402  # noqa: E402
     tiny,
 )
 from wf_transformers import WholeBatchHooks, attach  # noqa: E402
+from wf_transformers.comparison.dropout import restored_draws  # noqa: E402
 from wf_transformers.whole_batches.log_probabilities import generate_alone  # noqa: E402
 from wf_transformers.whole_batches.trainer import (  # noqa: E402
     compared_first,
@@ -49,6 +51,31 @@ def test_evaluations_that_generate_are_refused_before_the_first_step(evaluated: 
         compared_first(trainer, step, model, {})
     generate_alone(model, handle, handle.first.changes)
     assert compared_first(trainer, step, model, {}) == "trained"
+
+
+def test_a_loss_that_generates_and_draws_is_compared() -> None:
+    """As of a policy by hand. While it generates, a rank's rows are those of one process; both
+    runs draw the same, also from Python's random numbers."""
+    models = [tiny_llama() for _ in range(2)]
+
+    def rank(comm: Any) -> None:
+        model = models[comm.rank]
+        handle = attach(model, sequence_parallel(comm), verify="strict")
+        WholeBatchHooks(model, handle)
+        generate_alone(model, handle, handle.first.changes)
+
+        def loss(part: Any, alone: bool) -> dict[str, torch.Tensor]:
+            with torch.no_grad():
+                ids = model.generate(part["input_ids"][:, :4], max_new_tokens=9, do_sample=True)
+            logits = model(input_ids=ids, use_cache=False).logits[:, torch.randperm(13)[:5]]
+            return {"loss": logits.logsumexp(-1).mean() * torch.randint(1, 99, ())}
+
+        handle.compare_first({"input_ids": torch.arange(24)[None]}, call=loss)
+
+    run_threads(2, rank)
+    with restored_draws():
+        first = random.random()
+    assert random.random() == first
 
 
 def prediction_step(model: Any, inputs: dict[str, Any], prediction_loss_only: bool) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +41,13 @@ class FixedRandomness(TorchFunctionMode):
         if name == "uniform_":
             low, high = _uniform_limits(*args[1:], **kwargs)
             return result.fill_(low + FIXED_VALUE * (high - low))
+        if name in ("randint", "randint_like"):
+            low, high = _integer_limits(args, kwargs)
+            return result.fill_(low + int(FIXED_VALUE * (high - low)))
+        if name == "randperm":
+            return result.sort().values
+        if name == "multinomial":
+            return args[0].argmax(-1, keepdim=True).expand_as(result).contiguous()
         return result
 
 
@@ -52,14 +60,23 @@ def _uniform_limits(low: float = 0.0, high: float = 1.0, **kwargs: Any) -> tuple
     return kwargs.get("from", low), kwargs.get("to", high)
 
 
+def _integer_limits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """The limits of `torch.randint`, of which the lower one may be left out."""
+    given = (*args, kwargs.get("low"), kwargs.get("high"))
+    limits = [x for x in given if isinstance(x, int)]
+    return (limits[0], limits[1]) if len(limits) > 1 else (0, limits[0])
+
+
 @contextmanager
-def restored_numpy() -> Iterator[None]:
-    """Restore NumPy's random state afterwards: SpecAugment of Whisper draws from it."""
-    state = np.random.get_state()
+def restored_draws() -> Iterator[None]:
+    """Restore the random states of NumPy, from which SpecAugment of Whisper draws, and of Python
+    afterwards."""
+    state, python_state = np.random.get_state(), random.getstate()
     try:
         yield
     finally:
         np.random.set_state(state)
+        random.setstate(python_state)
 
 
 class DropoutRecorder(TorchFunctionMode):

@@ -26,7 +26,7 @@ from wf_backends.dsp import (
 from wf_backends.schedule import LAYOUTS
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
-from wf_transformers.comparison.dropout import DropoutRecorder, restored_numpy
+from wf_transformers.comparison.dropout import DropoutRecorder, restored_draws
 from wf_transformers.comparison.gradients import gradients_of, is_partitioned, summary
 from wf_transformers.comparison.rows import RankRows
 from wf_transformers.families.media_table import media_modules
@@ -76,7 +76,8 @@ class Comparison:
         uneven = cut_inside or tokens_of(batch) is None
         self.whole_batches = whole_batches or uneven
         self.errors: list[tuple[str, float, float]] = []
-        self.cut = self.uses_dropout = False
+        self.cut = whole_batches and call is not None  # hooks cut, maybe other rows than `batch`
+        self.uses_dropout = False
         whole_outputs = self.whole_batches and head_is_over_all_rows(model)
         self._rows = RankRows(sp, batch, uneven, whole_outputs)
         self._other_rows = {"experts", *media_modules(model)}
@@ -135,12 +136,20 @@ class Comparison:
         """(outputs, gradients of a loss in which every element of the outputs counts once)."""
         gradients: Named = {}
         gathered = _gathered_parameters(self.model, self._gather) if self._gather else nullcontext()
+
+        def observe_graph(name: str, output: Any) -> None:
+            if torch.is_grad_enabled() == self._backward:  # not while a loss generates
+                observe(name, output)
+
         # a checkpoint around the call would count what is saved here
         unhooked = saved_tensors_hooks(_unchanged, _unchanged)
         # what observes the model would be compiled, too
-        with restored_numpy(), uncompiled(), torch.set_grad_enabled(self._backward), gathered:
+        with restored_draws(), uncompiled(), torch.set_grad_enabled(self._backward), gathered:
             # a tile of a part has other rows than one of the whole
-            with unhooked, observed_outputs(self.model, observe, modules_in_tiles(self.model)):
+            with (
+                unhooked,
+                observed_outputs(self.model, observe_graph, modules_in_tiles(self.model)),
+            ):
                 output = self._call(kwargs, whole) if self._call else self.model(**kwargs)
                 outputs = self._tensors(output, whole)
             loss = self._loss(outputs, whole) if self._backward else None
