@@ -167,14 +167,9 @@ class KeyValueCache(Shared):
         return out.transpose(0, 1).to(q.dtype)
 
     def take_samples(self, samples: Tensor) -> None:
-        """Take samples (b',) of the batch in place of all, as beam search does."""
+        """Take samples (b',) of the batch in place of all, also repeated, as beam search does."""
         if self._kv is not None:
             self._kv = self._kv.index_select(1, samples.to(self._kv.device))
-
-    def repeat_samples(self, repeats: int) -> None:
-        """Repeat each sample of the batch."""
-        if self._kv is not None:
-            self._kv = self._kv.repeat_interleave(repeats, dim=1)
 
     def crop(self, length: int) -> None:
         """Keep the first tokens, at most `length`.
