@@ -38,7 +38,8 @@ def save_until_killed(folder: Path, rank: int) -> None:
 
 @pytest.mark.processes
 def test_a_job_killed_while_it_saves_leaves_complete_checkpoints(tmp_path: Path) -> None:
-    """20 jobs are killed at drawn moments: a drawn rank first, then the other."""
+    """20 jobs are killed at drawn moments, half of them after a first checkpoint: a drawn rank
+    first, then the other."""
     context, draw = multiprocessing.get_context("fork"), random.Random(0)
     num_resumable = 0
     for trial in range(20):
@@ -51,7 +52,8 @@ def test_a_job_killed_while_it_saves_leaves_complete_checkpoints(tmp_path: Path)
         for rank in ranks:
             rank.start()
         end = time.monotonic() + 30
-        while not (folder / "kept").exists() and time.monotonic() < end:
+        started = folder / "kept" / ("latest" if trial % 2 else "")
+        while not started.exists() and time.monotonic() < end:
             time.sleep(0.005)
         time.sleep(draw.random() * 0.1)
         for rank in draw.sample(ranks, NUM_RANKS):
@@ -59,7 +61,7 @@ def test_a_job_killed_while_it_saves_leaves_complete_checkpoints(tmp_path: Path)
             rank.join()
         assert_complete(folder / "kept")
         num_resumable += (folder / "kept" / "latest").exists()
-    assert num_resumable > 5
+    assert num_resumable >= 10
 
 
 def save_beside_a_killed_rank(folder: Path, rank: int, errors: Any) -> None:
