@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -87,21 +87,22 @@ def test_a_rank_0_that_gave_up_first_counts_as_one_that_did_not_come(monkeypatch
         rendezvous.meet(store, process, timeout=20)
 
 
-def test_ranks_that_do_not_come_are_named(set_environ):
+def test_ranks_that_do_not_come_are_named(set_environ, monkeypatch):
+    monkeypatch.setattr(rendezvous, "CONNECTS", 1)  # on a busy machine its own store takes long
     port = free_port()
     set_environ(RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    message = rf"rank 0 of 3 \(environment\) waited 0.2 s at 127.0.0.1:{port}: ranks \[1, 2\]"
+    message = rf"rank 0 of 3 \(environment\) waited 1 s at 127.0.0.1:{port}: ranks \[1, 2\]"
     with pytest.raises(RuntimeError, match=message):
-        launch.init(timeout=0.2)
+        launch.init(timeout=1)
 
 
 def test_a_rank_0_that_does_not_come_is_named(set_environ):
     set_environ(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="9")
     message = r"rank 1 of 2 \(environment\) did not reach rank 0 at 127.0.0.1:9 .* refused"
-    threads = threading.enumerate()
+    threads = set(threading.enumerate())  # those of earlier tests may end meanwhile
     with pytest.raises(RuntimeError, match=message):
         launch.init(timeout=1)
-    assert threading.enumerate() == threads  # one inside of torch may abort Python's end
+    assert set(threading.enumerate()) <= threads  # one inside of torch may abort Python's end
 
 
 def test_a_rank_0_that_comes_late_is_awaited(set_environ):
@@ -167,19 +168,23 @@ def test_ranks_with_different_world_sizes_are_refused_on_all():
 def test_a_second_process_of_a_rank_is_refused_before_and_after_the_ranks_have_met(
     monkeypatch: pytest.MonkeyPatch, size: int
 ):
-    """Of 2 ranks, both have met when it comes; of 3, one never comes, whose RANK it should have."""
+    """Of 2 ranks, both have met when it comes; of 3, one comes only after the refusal."""
     monkeypatch.setattr(rendezvous, "LOOK_S", 0.05)
     store = dist.HashStore()
 
-    def meet(rank: int) -> None:
+    def meet(rank: int, timeout: float = 60) -> None:
         process = JobProcess("environment", rank, size, 0, 1, "here", 29500)
-        rendezvous.meet(store, process, timeout=0.3)
+        rendezvous.meet(store, process, timeout)
 
     with ThreadPoolExecutor() as pool:
         first = [pool.submit(meet, rank) for rank in (0, 1)]
         if size == 2:
             first[1].result()
-        second = pool.submit(meet, 1)
-    errors = [str(rank.exception()) for rank in (*first, second)]
+        rank_1 = [first[1], pool.submit(meet, 1, 0.3 if size == 2 else 60)]
+        wait(rank_1, return_when=FIRST_EXCEPTION)
+        if size == 3:
+            meet(2)
+    errors = [str(rank.exception()) for rank in rank_1 if rank.exception()]
     message = "another process came to here:29500 as rank 1, too: give each process a RANK of"
-    assert any(error.startswith(message) for error in errors), errors
+    assert len(errors) == 1 and errors[0].startswith(message), errors
+    first[0].result()
