@@ -153,7 +153,13 @@ from wf_backends.comm import Pass, faults
 from wf_backends.comm.protocol import Wait
 
 note = faults.note_of(Wait(Pass(1, "a"), "step 0", "message from", 1, time.monotonic()), range(2))
-threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+def terminate():
+    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=terminate, daemon=True).start()
 faults.ANSWER_S = 60
 faults.report(faults.Board(HashStore()), range(2), 0, note)
 print("it goes on")
@@ -162,7 +168,7 @@ print("it goes on")
 
 def test_a_rank_that_gets_sigterm_reports_before_it_ends() -> None:
     command = [sys.executable, "-c", TERMINATED_WHILE_IT_REPORTS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == -signal.SIGTERM and "it goes on" not in done.stdout, done
     assert "ranks [0] answered, ranks [1] did not; 'step 0' (layer 'a'" in done.stderr
 
@@ -238,7 +244,7 @@ def test_a_python_that_starts_no_thread_while_it_ends_asks_the_store_itself(seco
         [sys.executable, "-c", ENDS_WITHOUT_THREADS.format(seconds=seconds)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert done.returncode == (0 if seconds == 0 else 1), done
