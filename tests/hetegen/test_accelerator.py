@@ -22,7 +22,7 @@ from wf_backends.hetegen.measure import measure_rates
 
 RATES = Rates(1e8, 2e8, 1e10)
 MEMORY: dict[int | str, int | str] = {0: 20_000}  # of the 66,560 bytes of an MLP
-TIMEOUT = 5.0  # seconds; what a stream waits for comes much earlier
+TIMEOUT = 30.0  # seconds; what a stream waits for comes much earlier
 
 
 class Event:
