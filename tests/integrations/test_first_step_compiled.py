@@ -15,6 +15,8 @@ from tests.integrations.verify_models import llama  # noqa: E402
 from wf_transformers import attach  # noqa: E402
 from wf_transformers.batch import forward_kwargs  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 
 def graphs_before_and_after_the_first_batch(comm: Any) -> tuple[int, int]:
     """How many graphs torch has compiled; an error if the first batch cannot be compared."""

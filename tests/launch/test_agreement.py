@@ -61,6 +61,7 @@ def make_sequence_parallels(_: Any, size_of_rank_1: int, has_comm: bool = False)
             dist.barrier()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("has_comm", [False, True])
 def test_a_rank_whose_sequence_parallel_size_is_1_is_named_at_once(has_comm: bool) -> None:
     """It would wait for no one, and the others for it until the timeout."""
@@ -69,5 +70,6 @@ def test_a_rank_whose_sequence_parallel_size_is_1_is_named_at_once(has_comm: boo
     assert "sequence_parallel_size: 1 on rank 1, 3 on rank 0." in errors[1]
 
 
+@pytest.mark.processes
 def test_ranks_of_one_size_are_not_refused() -> None:
     assert run_processes(3, make_sequence_parallels, 3) == [""] * 3
