@@ -208,6 +208,41 @@ def test_module_that_keeps_a_tensor_of_its_call_is_not_planned(where: str) -> No
     assert ("KeepingMlp", reason) in plan.refused
 
 
+class Conditioned(Mlp):
+    scale: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class CalledTwice(nn.Module):
+    def __init__(self, scale: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.scale = Conditioned(), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            self.layer.scale = self.scale(x)
+            x = x + self.layer(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")  # from torch.export
+def test_module_that_finds_a_tensor_in_an_attribute_is_not_planned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The backward of the first call would compute its tiles with the tensor of the second."""
+    reasons = {
+        "it computes with a tensor that it is not given": lambda x: x.detach().mean((0, 1)),
+        "Attempting to broadcast": lambda x: x,
+    }
+    for reason, scale in reasons.items():
+        model = CalledTwice(scale).train()
+        plan = plan_training(model, (torch.randn(2, ROWS, WIDTH),), max_slowdown=1.0)
+        assert plan.tiles == () and f"Conditioned, no tiles: {reason}" in plan.explain()
+    assert not [log for log in caplog.records if log.levelname == "ERROR"]  # of the second one
+
+
 def test_module_with_a_number_that_happens_to_be_that_of_its_rows_is_planned() -> None:
     model = build_decoder()
     model.mlp[1] = Scaled(lambda _: ROWS)

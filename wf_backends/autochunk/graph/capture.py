@@ -23,7 +23,7 @@ from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
-from wf_backends.autochunk.graph.errors import CaptureError, as_capture_errors, no_log
+from wf_backends.autochunk.graph.errors import CaptureError, as_capture_errors
 from wf_backends.autochunk.graph.experts import experts_as_operators, insert_experts
 from wf_backends.autochunk.graph.inputs import (
     CONSTANTS,
@@ -168,7 +168,7 @@ def _export_as_eager(model: nn.Module, args: tuple) -> Any:
     eager = {"is_compiling": lambda: False, "is_exporting": lambda: False}
     no_stacks = mock.patch.object(fx_config, "do_not_emit_stack_traces", True, create=True)
     lazy = _use_lazy_graph_module(True)
-    with torch.no_grad(), no_log(), no_stacks, lazy, skipped_packing_check():
+    with torch.no_grad(), no_stacks, lazy, skipped_packing_check():
         try:
             with mock.patch.dict(vars(torch.compiler), eager):
                 return torch.export.export(model, args, strict=False)

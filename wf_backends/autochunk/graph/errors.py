@@ -22,9 +22,11 @@ class CaptureError(ValueError):
 @contextmanager
 def as_capture_errors(model: nn.Module, what: str) -> Iterator[None]:
     """Inside, every error becomes a `CaptureError` that says why the model cannot do `what`: torch
-    raises any kind for what it cannot trace, and modules do where they get only some rows."""
+    raises any kind for what it cannot trace, and modules do where they get only some rows. What
+    they print is not shown."""
     try:
-        yield
+        with no_log():
+            yield
     except CaptureError:
         raise
     except Exception as error:

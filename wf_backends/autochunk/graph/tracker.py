@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from wf_backends.autochunk.graph.errors import as_capture_errors, no_log
+from wf_backends.autochunk.graph.errors import as_capture_errors
 from wf_backends.autochunk.graph.experts import fake_grouped_mm
 from wf_backends.autochunk.graph.inputs import named_weights, restored_attributes
 from wf_backends.autochunk.graph.packing import packing_check_on_fakes
@@ -120,6 +120,6 @@ def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     constants = (x for x in attributes if isinstance(x, Tensor) and x.layout is torch.strided)
     with as_capture_errors(model, "run on fake tensors"):  # e.g. nested tensors, TorchScript
         known = *weights.values(), *inputs, *map(fake, constants)
-        with no_log(), torch.no_grad(), fake_run(model, mode, known) as tracker:
+        with torch.no_grad(), fake_run(model, mode, known) as tracker:
             torch.func.functional_call(model, weights, args, kwargs, tie_weights=False)
     return tracker.peak

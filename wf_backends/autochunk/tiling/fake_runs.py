@@ -4,7 +4,9 @@ A module is refused if it computes with the number of its rows, or keeps tensors
 rows. The graph does not show where a number comes from, as in x / (len(x) - 1), or a branch on the
 length. So the module also runs on the rows of a tile: it must run the same operators with the same
 numbers as on all rows. Nor does the graph show that a module keeps a tensor of its call in an
-attribute, such as an auxiliary loss: this would be that of one tile.
+attribute, such as an auxiliary loss: this would be that of one tile. Or that it finds a tensor in
+an attribute instead of among its arguments: this would get no gradient, and be another one when the
+backward computes the tile again.
 """
 
 from __future__ import annotations
@@ -128,8 +130,10 @@ def _compare(
     call, tensors = tiled.prepared(args, kwargs)
     whole = _operators(call, tensors, call.rows)
     held, refusal = _held_tensors(module), f"{type(module).__name__} cannot be tiled:"
+    if whole.finds_tensors:
+        raise CaptureError(f"{refusal} it computes with a tensor that it is not given")
     for rows in {rows for _, rows in call.bounds()}:
-        if _operators(call, tensors, rows) != whole:
+        if _operators(call, tensors, rows).calls != whole.calls:
             raise CaptureError(f"{refusal} it computes with the number of its rows")
     kept = [name for name, xs in _held_tensors(module).items() if not _same(xs, held.get(name, []))]
     if kept:
@@ -150,22 +154,26 @@ def _same(some: list[Tensor], others: list[Tensor]) -> bool:
     return [*map(id, some)] == [*map(id, others)]
 
 
-def _operators(call: CallInTiles, tensors: Sequence[Tensor], rows: int) -> list[tuple[Any, ...]]:
+def _operators(call: CallInTiles, tensors: Sequence[Tensor], rows: int) -> _Operators:
     torch.clear_autocast_cache()  # else autocast casts the weights for the first rows only
-    with _Operators() as operators:
-        call.run(call.tile(tensors, 0, rows))
-    return operators.calls
+    tile = call.tile(tensors, 0, rows)
+    with _Operators([*tile, *call.tiled.fn.buffers()]) as operators:
+        call.run(tile)
+    return operators
 
 
 class _Operators(TorchDispatchMode):
-    """Records the operators that compute something, with the numbers that they are given.
+    """Records the operators that compute something, with the numbers that they are given, and
+    whether one reads a tensor that was not `given`.
 
     Integers that the operator's schema declares are no such numbers: they are dimensions and sizes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
         self.calls: list[tuple[Any, ...]] = []
+        self.finds_tensors = False
+        self._known = _storages(given)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema, kwargs = func._schema, kwargs or {}
@@ -179,4 +187,13 @@ class _Operators(TorchDispatchMode):
                 if isinstance(value, int | float) and name not in declared
             ]
             self.calls.append((PRODUCTS.get(func, func), *numbers))
-        return func(*args, **kwargs)
+        if func is not aten.lift_fresh.default:  # of a number
+            self.finds_tensors |= not self._known.issuperset(_storages((args, kwargs)))
+        result = func(*args, **kwargs)
+        self._known |= _storages(result)
+        return result
+
+
+def _storages(values: Any) -> set[int]:
+    tensors = (x for x in pytree.tree_leaves(values) if isinstance(x, Tensor))
+    return {x.untyped_storage()._cdata for x in tensors}
