@@ -53,6 +53,16 @@ class TestImages:
         parts = nn.Conv2d(8, 2, 3, stride=2, padding=1), nn.Conv2d(2, 8, 5, padding=2)
         checked_plan(Lambda(block, *parts), torch.randn(1, 2, 24, 24))
 
+    def test_items_of_a_list_may_be_read_with_and_without_a_halo(self) -> None:
+        """As in YOLO's blocks and ShuffleNet."""
+
+        def block(x: Tensor, widen: nn.Module, conv: nn.Module, narrow: nn.Module) -> Tensor:
+            left, right = widen(x).chunk(2, 1)
+            return narrow(torch.cat([left, right, conv(right)], 1))
+
+        parts = nn.Conv2d(2, 16, 1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(24, 2, 1)
+        assert checked_plan(Lambda(block, *parts), torch.randn(1, 2, 48, 48)).saved > 0.6
+
     def test_value_that_is_also_read_outside_has_all_its_rows(self) -> None:
         """Of `hidden` the strided convolution reads every second row, the mean all of them."""
 

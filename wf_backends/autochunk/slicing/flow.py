@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from torch import fx
+from torch import Tensor, fx
 
 from wf_backends.autochunk.slicing.rules import Source, Value, alignment
 
@@ -135,7 +135,7 @@ def needed_rows(flow: Flow, lo: int, hi: int) -> RowsByValue:
     """The rows of each operator and of each sliced input that rows [lo, hi) of the flow's end need.
 
     An operator whose readers need different rows (convolutions read a halo) computes all of them,
-    rounded outwards to its alignment.
+    rounded outwards to its alignment; the items of a list have all rows that any of them needs.
     """
     rows: RowsByValue = {flow.end.value: (lo, hi)}
     for op in reversed(flow.operators):
@@ -143,6 +143,8 @@ def needed_rows(flow: Flow, lo: int, hi: int) -> RowsByValue:
         first = first // op.alignment * op.alignment
         last = min(-(-last // op.alignment) * op.alignment, op.rows)
         rows[op.value] = (first, last)
+        if not isinstance(op.node.meta["val"], Tensor):  # a list is not cut: its items are
+            rows.update({value: (first, last) for value in rows if value[0] in op.node.users})
         for source in op.sources:
             if source.dim is not None:
                 source_first, source_last = source.rows(first, last)
