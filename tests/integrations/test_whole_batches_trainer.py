@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -144,6 +145,31 @@ def test_the_trainer_counts_a_model_that_runs_alone_as_it_does_without_us() -> N
             return counted_once(trainer, compute_loss, model, {}, num_items_in_batch=8).item()
 
     assert run_threads(2, rank) == [3.0, 3.0]
+
+
+def test_a_loss_that_divides_by_the_labels_of_all_processes_is_told_so() -> None:
+    """The ranks of a sequence count its labels once each."""
+    models, ids = [tiny_llama() for _ in range(2)], torch.arange(24)[None]
+    args = SimpleNamespace(average_tokens_across_devices=True)
+
+    def own_loss(model: Any, inputs: dict[str, Any], **kwargs: Any) -> torch.Tensor:
+        return model(**inputs, **kwargs).loss
+
+    def rank(comm: Any) -> list[str]:
+        WholeBatchHooks(models[comm.rank], attach(models[comm.rank], sequence_parallel(comm)))
+        trainer = SimpleNamespace(
+            args=args,
+            accelerator=SimpleNamespace(state=SimpleNamespace(num_processes=2)),
+            compute_loss=own_loss,
+            compute_loss_context_manager=nullcontext,
+            _prepare_inputs=dict,
+        )
+        with pytest.raises(NotImplementedError, match="its loss is the first") as error:
+            compared_first(trainer, print, models[comm.rank], {"input_ids": ids, "labels": ids}, 46)
+        return error.value.__notes__
+
+    for notes in run_threads(2, rank):
+        assert "multiplies by accelerator.num_processes" in notes[0]
 
 
 def smooth(output: Any, labels: Any, shift_labels: bool = False) -> torch.Tensor:

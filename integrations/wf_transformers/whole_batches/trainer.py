@@ -23,6 +23,12 @@ from wf_transformers.whole_batches.custom_loss import NUM_ITEMS
 from wf_transformers.whole_batches.hooks import GROUP_SIZE, WHOLE_LOGITS, WholeBatchHooks
 from wf_transformers.whole_batches.loaders import gathering_by_group
 
+COUNTS_ALL = (
+    f"{NUM_ITEMS} counts the labels of all processes: a compute_loss that divides by it multiplies "
+    "by accelerator.num_processes, as the Trainer's own does; or set "
+    "average_tokens_across_devices=False"
+)
+
 
 def loss_only(_: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces the Trainer's `prediction_step`: does not gather logits that the Trainer drops."""
@@ -116,7 +122,12 @@ def compared_first(
         with _restored_counts(trainer):
             batch = trainer._prepare_inputs(inputs)
             loss = partial(_loss, trainer, hooks, counts_labels)
-            hooks.handle.compare_first(batch, call=loss)
+            try:
+                hooks.handle.compare_first(batch, call=loss)
+            except NotImplementedError as error:
+                if counts_labels and trainer.args.average_tokens_across_devices:
+                    error.add_note(COUNTS_ALL)
+                raise
     return original(model, inputs, *args, **kwargs)
 
 
