@@ -31,7 +31,7 @@ ROWS = (
     ("planner",),
     ("config", "hetegen.weights"),
     ("parallel",),
-    ("dsp", "decode", "hetegen", "budget", "autochunk.slicing"),
+    ("dsp", "decode", "sparse", "hetegen", "budget", "autochunk.slicing"),
     ("autochunk.graph",),
     ("autochunk.tiling",),
     ("autochunk",),
