@@ -31,6 +31,7 @@ from wf_transformers.calls import (
     tokens_of,
 )
 from wf_transformers.families.experts import RouterLoss, has_router_loss
+from wf_transformers.families.indexers import choose_over_ranks
 from wf_transformers.families.media_features import hook_media
 from wf_transformers.families.media_table import language_model, media_of
 from wf_transformers.families.mixing import mixers_in, refuse_unspreadable, spread_mixers
@@ -104,6 +105,7 @@ def _set_name(model: Any, handle: Handle) -> None:
 def prepare(model: PreTrainedModel, handle: Handle) -> None:
     """Do what a registered name alone cannot: modules without the registry, documents, patches."""
     spread_mixers(model, handle)
+    choose_over_ranks(model, handle)
     if not stacks_of(model):
         correct_positions(model, handle)
     if handle.sp.size > 1:

@@ -76,6 +76,47 @@ MLA = {
     "num_key_value_heads": 4,
     "head_dim": 8,
 }
+INDEXED = {
+    **LLAMA,
+    **MLA,
+    "num_hidden_layers": 3,
+    "num_local_experts": 4,
+    "n_shared_experts": 1,
+    "index_n_heads": 16,  # with few of them keys have equal scores of 0
+    "index_head_dim": 16,
+    "index_topk": 6,
+    "pad_token_id": 0,
+}
+SHARED_CHOICE = {"indexer_types": ["full", "shared", "full"]}
+DOTS3 = {
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+    "sliding_window": 5,
+}
+MISTRAL_LARGE4 = {
+    "text_config": {**INDEXED, **SHARED_CHOICE, "model_type": "mistral_large4_text"},
+    "vision_config": {
+        "model_type": "pixtral",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "image_size": 16,
+        "patch_size": 8,
+    },
+    "image_token_index": 1,
+}
+MINIMAX_M3 = {
+    **LLAMA,
+    "layer_types": ["full_attention", "minimax_m3_sparse"],
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_block_size": 3,
+    "index_topk_blocks": 3,
+}
 FALCON = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "multi_query": True}
 BLOOM = {"hidden_size": 32, "n_head": 4, "n_layer": 2, "vocab_size": VOCAB, **FALCON}
 
@@ -170,6 +211,15 @@ FAMILIES = {
         reference="eager",
     ),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", "DeepseekV3Config", {**LLAMA, **MLA}),
+    "deepseek_v32": Family("DeepseekV32ForCausalLM", "DeepseekV32Config", INDEXED),
+    "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", {**INDEXED, **SHARED_CHOICE}),
+    "axk2": Family("AXK2ForCausalLM", "AXK2Config", INDEXED),
+    "hy_v4": Family("HYV4ForCausalLM", "HYV4Config", {**INDEXED, **SHARED_CHOICE}),
+    "dots3": Family("Dots3NoteForCausalLM", "Dots3NoteTextConfig", {**INDEXED, **DOTS3}),
+    "mistral_large4": Family(
+        "MistralLarge4ForConditionalGeneration", "MistralLarge4Config", MISTRAL_LARGE4
+    ),
+    "minimax_m3": Family("MiniMaxM3VLForCausalLM", "MiniMaxM3VLTextConfig", MINIMAX_M3),
     "bert": Family("BertForMaskedLM", "BertConfig", ENCODER, masked_lm=True),
     "roberta": Family("RobertaForMaskedLM", "RobertaConfig", ENCODER, masked_lm=True),
     "xlm_roberta": Family("XLMRobertaForMaskedLM", "XLMRobertaConfig", ENCODER, masked_lm=True),

@@ -22,20 +22,16 @@ from tests.integrations.transformers_models import (  # noqa: E402
 from wf_backends import SequenceParallel  # noqa: E402
 
 
-@pytest.mark.skipif(not hasattr(tf, "DeepseekV32Config"), reason="this transformers has none")
+@pytest.mark.skipif(not hasattr(tf, "DeepseekV4Config"), reason="this transformers has none")
 def test_sparse_attention_is_refused_before_it_shows() -> None:
-    """The indexer chooses every key of a short sequence, so that a comparison would pass."""
-    latents = {"q_lora_rank": 16, "kv_lora_rank": 16}
-    heads = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    heads |= {"num_attention_heads": 4, "num_key_value_heads": 4}
-    indexer = {"index_n_heads": 2, "index_head_dim": 16}
-    experts = {"first_k_dense_replace": 2, "n_group": 1, "topk_group": 1}
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 32}
-    config = tf.DeepseekV32Config(**sizes, **latents, **heads, **indexer, **experts)
-    model = tf.DeepseekV32ForCausalLM(config)
+    """A compressor has no effect on short sequences, so that a comparison might pass."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "o_groups": 2}
+    latents = {"q_lora_rank": 16, "o_lora_rank": 8, "qk_rope_head_dim": 8}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 32, "pad_token_id": 0}
+    model = tf.DeepseekV4ForCausalLM(tf.DeepseekV4Config(**sizes, **heads, **latents))
 
     def rank(comm: Any) -> None:
-        with pytest.raises(NotImplementedError, match=r"self_attn\.indexer is an indexer"):
+        with pytest.raises(NotImplementedError, match=r"self_attn\.compressor is a compressor"):
             wf_transformers.attach(model, sequence_parallel(comm))
 
     run_threads(2, rank)

@@ -5,13 +5,14 @@ It is also known while a checkpointed or tiled layer is recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from wf_backends.parallel import MASK_ARGUMENTS
+from wf_backends.schedule import SLICE_ARGUMENTS
 from wf_transformers.attention.blocks import BLOCKS
 
 MaskKwargs = Mapping[str, Any]
@@ -122,6 +123,16 @@ class Documents:
         if self.used:
             raise ValueError(OUTSIDE)
         return NO_DOCUMENTS
+
+    def borders(self, layer: str) -> Sequence[int] | None:
+        """The running documents' borders, for a layer that needs all tokens in their order."""
+        mask_kwargs = self.current({})
+        if SLICE_ARGUMENTS[0] in mask_kwargs or BLOCKS in mask_kwargs:
+            raise NotImplementedError(
+                f"{layer} needs tokens in their order, of which slices of a mask say nothing: take "
+                "cu_seqlens, or a model of full attention alone"
+            )
+        return mask_kwargs.get("cu_seqlens")
 
     def recomputing(self) -> Callable[[], AbstractContextManager[None]]:
         """What makes contexts with the scope of the running forward, for its recomputation."""

@@ -15,6 +15,7 @@ from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_backends.comm import Shared
 from wf_backends.schedule import SLICE_ARGUMENTS
+from wf_backends.sparse import SparseAttention
 from wf_transformers.attention.blocks import BLOCKS, masks_with_blocks
 from wf_transformers.attention.documents import Documents, by_sample
 from wf_transformers.attention.llama4 import chunk_borders, scaled_by_position
@@ -29,9 +30,12 @@ SCORE_OPTIONS: Mapping[str, str] = MappingProxyType(
         "alibi_slopes": "alibi_slopes",  # (h,) by which scores fall with the distance
         "position_bias": "position_bias",  # (h, 2 n - 1) by the distance of key and query
         "kv_up": "kv_up",  # key and value are latents (b, 1, s, ...)
+        "indices": "chosen",  # (b, s, g or 1, t), the keys that each row sees
+        "block_indices": "chosen",
     }
 )
-"""Keyword arguments of layers about their scores -> parameters of `SequenceParallel.attention`."""
+"""Keyword arguments of layers about their scores -> parameters of `SequenceParallel.attention`, or
+of `SparseAttention`."""
 
 Window = int | tuple[int, int] | None
 TWO_SIDED = ("ModernBertAttention",)
@@ -59,7 +63,8 @@ class Attention(Shared):
         """The `ShardedCache` while a model generates (generation/)."""
         self.drops = True
         """Whether dropout is applied where a layer wants it."""
-        self._check_mask = MaskCheck()
+        self.check_mask = MaskCheck()
+        self._sparse = SparseAttention(sp)
         self._layer_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
     def __call__(
@@ -105,8 +110,11 @@ class Attention(Shared):
         window = _window(module, sliding_window, causal)
         query = scaled_by_position(self, module, query, kwargs)
         q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
-        options = {ours: kwargs.get(theirs) for theirs, ours in SCORE_OPTIONS.items()}
-        options = {name: value for name, value in options.items() if value is not None}
+        options: dict[str, Any] = {
+            ours: kwargs[theirs]
+            for theirs, ours in SCORE_OPTIONS.items()
+            if kwargs.get(theirs) is not None
+        }
         options |= self._mask_kwargs(module, attention_mask, causal, window, kwargs)
         options |= chunk_borders(self, module, q.shape[1], options)
         options["softmax_scale"] = _scale(module, scaling, query.shape[-1])
@@ -135,7 +143,7 @@ class Attention(Shared):
         seqlen = running.seqlen if running else None
         stack_role = getattr(module, IN_STACK, None)
         if stack_role is None:
-            self._check_mask(mask, causal, _mask_window(module, window))
+            self.check_mask(mask, causal, _mask_window(module, window))
             documents = self.documents.current(kwargs)
             if SLICE_ARGUMENTS[0] in documents:
                 refuse_window(module, window)
@@ -157,6 +165,7 @@ class Attention(Shared):
         k: Tensor,
         v: Tensor,
         masks: Sequence[Mapping[str, Any]] | None = None,
+        chosen: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
         """sp.attention with the layer's name, which compiled graphs must not depend on.
@@ -169,6 +178,8 @@ class Attention(Shared):
         name = self._layer_names.get(module)
         if name is None:
             name = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}"
+        if chosen is not None:
+            return self._attend_to_chosen(q, k, v, chosen, name, **options)
         if self.cache is not None and self.cache.length:
             return self.cache.attention(module, q, k, v, **options)
         if self.cache is not None:
@@ -178,6 +189,25 @@ class Attention(Shared):
         samples = zip(*(x.split(1) for x in (q, k, v)), masks, strict=True)
         out = [self.sp.attention(*qkv, **{**options, **mask}, name=name) for *qkv, mask in samples]
         return torch.cat(out)
+
+    def _attend_to_chosen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chosen: Tensor,
+        name: str,
+        causal: bool,
+        window_size: tuple[int, int],
+        seqlen: int | None,
+        dropout_p: float,
+        **options: Any,
+    ) -> Tensor:
+        """Attention to the keys that an indexer chose, all of which a row may see (indexers.py)."""
+        if dropout_p or self.cache is not None or not causal or window_size != (-1, -1):
+            what = "generation" if self.cache is not None else "a window, dropout or full attention"
+            raise NotImplementedError(f"{name} chooses its keys by an indexer, beside {what}")
+        return self._sparse(q, k, v, chosen, **options, name=name)
 
     def record_layer_names(self, model: nn.Module) -> None:
         """Keep the qualified name of every module of a model, for reports and errors."""

@@ -227,14 +227,14 @@ def deepseek(
     for cache in (kwargs.pop(name, None) for name in CACHE_NAMES):
         if cache is not None:
             latents, k_rope = cache.update(latents, k_rope, self.layer_idx)
-    kv_up = _weight_of(self.kv_b_proj, latents).unflatten(0, (query.shape[1], -1))
+    kv_up = weight_of(self.kv_b_proj, latents).unflatten(0, (query.shape[1], -1))
     qkv = torch.cat((q_nope, q_rope), -1), k_rope, latents
     dropout, options = self.attention_dropout if self.training else 0.0, kwargs | {"kv_up": kv_up}
     out, _ = self.wallfacer(self, *qkv, attention_mask, dropout, self.scaling, **options)
     return self.o_proj(out.flatten(2)), None
 
 
-def _weight_of(linear: nn.Module, inputs: Tensor) -> Tensor:
+def weight_of(linear: nn.Module, inputs: Tensor) -> Tensor:
     """(out, in): the weight of a linear without bias, with LoRA, and gathered under ZeRO 3.
 
     It is linear(identity), with the size, dtype and device of `inputs` (..., in). The identity has
@@ -245,7 +245,7 @@ def _weight_of(linear: nn.Module, inputs: Tensor) -> Tensor:
     """
     if any(isinstance(m, nn.Dropout) and m.p for m in linear.modules()):
         raise NotImplementedError(
-            f'"latents": true needs a kv_b_proj without dropout, got {linear}: set lora_dropout=0, '
+            f"sending latents needs a kv_b_proj without dropout, got {linear}: set lora_dropout=0, "
             "or leave kv_b_proj out of the adapter's target_modules"
         )
     identity = torch.eye(inputs.shape[-1], dtype=inputs.dtype, device=inputs.device)

@@ -25,9 +25,9 @@ from transformers.modeling_utils import PreTrainedModel
 from wf_backends._compile import eager
 from wf_backends.dsp import RECEIVER
 from wf_backends.parallel import ChannelExchange
-from wf_backends.schedule import SLICE_ARGUMENTS
 from wf_transformers.attention.function import Attention
 from wf_transformers.calls import CACHE_NAMES, ON_ONE_PROCESS, Kwargs
+from wf_transformers.families.indexers import CHOICES
 from wf_transformers.families.media_table import media_modules
 from wf_transformers.families.mixers import MIXERS
 from wf_transformers.families.shares import Mixer, Share
@@ -60,7 +60,7 @@ def refuse_mixing(model: nn.Module) -> None:
     """Refuse layers of `model` other than attention that mix tokens.
 
     Not checked: modules that get the SequenceParallel, encoders of images or sounds, and layers in
-    the table of mixers.py.
+    the tables of mixers.py and indexers.py.
     """
     for name, module in model.named_modules():
         description = _describe_mixing(module)
@@ -96,6 +96,7 @@ def _is_exempt(model: nn.Module, name: str) -> bool:
     return any(
         hasattr(ancestor, RECEIVER)
         or row_of(MIXERS, ancestor) is not None
+        or row_of(CHOICES, ancestor) is not None
         or isinstance(ancestor, PreTrainedModel)
         and (ancestor.main_input_name != "input_ids" or stacks_of(ancestor))
         for ancestor in ancestors
@@ -197,13 +198,7 @@ class SpreadMixer:
     def _borders(self) -> Borders:
         if self.attention.cache is not None:  # documents are those of padding
             return None
-        mask_kwargs = self.attention.documents.current({})
-        if SLICE_ARGUMENTS[0] in mask_kwargs:
-            raise NotImplementedError(
-                f"{type(self.layer).__name__} mixes tokens in their order, of which slices of a "
-                "mask say nothing: take cu_seqlens, or a model of attention alone"
-            )
-        return mask_kwargs.get("cu_seqlens")
+        return self.attention.documents.borders(type(self.layer).__name__)
 
     def _run(self, x: Tensor, borders: Borders, kept: Kwargs) -> tuple[Tensor, tuple[Any, ...]]:
         """Run the layer's code on this rank's channels of all rows: (b, S, c) -> (b, S, c').

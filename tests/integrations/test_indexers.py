@@ -1,0 +1,75 @@
+"""Layers whose indexer chooses keys: packed documents, recomputed layers, refusals.
+
+That each family is exact stands in test_families.py.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import wf_transformers  # noqa: E402
+from tests.helpers import run_threads  # noqa: E402
+from tests.integrations.families import FAMILIES, batch, build  # noqa: E402
+from tests.integrations.transformers_models import sequence_parallel  # noqa: E402
+
+BORDERS = (0, 9, 23)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "document_zigzag"])
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "minimax_m3"])
+def test_packed_documents_choose_as_each_alone_also_when_layers_run_again(
+    name: str, layout: str
+) -> None:
+    ids = batch()["input_ids"]
+    model: Any = build(FAMILIES[name])
+    models: list[Any] = [build(FAMILIES[name]).train() for _ in range(2)]
+    alone = [model(ids[:, start:stop]).logits for start, stop in pairwise(BORDERS)]
+    expected = torch.cat(alone, dim=1)
+    expected.square().sum().backward()
+
+    def rank(comm: Any) -> tuple[Tensor, Tensor]:
+        sp, model = sequence_parallel(comm, layout), models[comm.rank]
+        model.gradient_checkpointing_enable()
+        with wf_transformers.attach(model, sp, verify=False) as handle:
+            local = handle.shard_batch({"input_ids": ids, "cu_seqlens": BORDERS})
+            logits = model(**wf_transformers.forward_kwargs(model, local)).logits
+            whole = sp.unshard(logits, cu_seqlens=local["cu_seqlens"])[:, : ids.shape[1]]
+            whole.square().sum().backward()
+        grad = model.get_input_embeddings().weight.grad
+        return whole.detach(), sp.sum_over_ranks(grad)
+
+    grad = model.get_input_embeddings().weight.grad
+    for logits, summed in run_threads(2, rank):
+        # rotary embeddings and norms are in float32
+        torch.testing.assert_close(logits, expected.detach(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(summed, grad, rtol=0, atol=1e-5 * float(grad.abs().max()))
+
+
+def test_dropout_and_generation_are_refused() -> None:
+    models = [build(FAMILIES["deepseek_v32"], attention_dropout=0.1).train() for _ in range(2)]
+    ids = batch()["input_ids"]
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), models[comm.rank]
+        with wf_transformers.attach(model, sp, verify=False) as handle:
+            local = wf_transformers.forward_kwargs(model, sp.shard_batch(batch()))
+            with pytest.raises(NotImplementedError, match="chooses its keys .* dropout"):
+                model(**local)
+            with pytest.raises(NotImplementedError, match="chooses its keys .* generation"):
+                wf_transformers.generate(model.eval(), handle, ids, max_new_tokens=2)
+
+    run_threads(2, rank)
+
+
+def test_a_removed_handle_leaves_the_model_as_it_was() -> None:
+    model, inputs = build(FAMILIES["deepseek_v32"]), {"input_ids": batch()["input_ids"]}
+    expected = model(**inputs).logits
+    run_threads(1, lambda comm: wf_transformers.attach(model, sequence_parallel(comm)).remove())
+    assert torch.equal(model(**inputs).logits, expected)
