@@ -86,6 +86,7 @@ def test_models_that_cannot_be_read_are_refused(wallfacer, tmp_path: Path) -> No
         ("[]", 'config.json must name the model, as "model_type": "llama"'),
         ("[" * 100_000, "config.json is no JSON (maximum recursion depth"),
         ('{"model_type": "llama", "hidden_size": 64, "num_attention_heads": []}', "TypeError: "),
+        ('{"model_type": "llama", "index_topk": 6}', '"index_topk" in its config: an indexer'),
     ],
 )
 def test_a_bad_config_is_refused_in_one_line(

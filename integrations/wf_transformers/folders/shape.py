@@ -36,6 +36,8 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 """Config fields for the number of experts."""
 SHARED_EXPERTS = ("shared_expert_intermediate_size", "shared_intermediate_size")
 """Config fields for the width of the experts that every token goes to."""
+INDEXERS = ("index_topk", "index_topk_blocks", "indexer_budget")
+"""Config fields for the number of keys that an indexer chooses."""
 MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff")
 """Config fields for the width of a layer's MLP, or of an expert."""
 
@@ -44,12 +46,18 @@ def model_shape(name: str, itemsize: int = 0) -> dict[str, Any]:
     """heads, kv_heads and head_dim of a model: a folder, its config.json, or a name of the Hub.
 
     For a vision-language model, those of its language model. For DeepSeek's multi-head latent
-    attention, those of the keys that are computed from the latents, with value_dim.
+    attention, those of the keys that are computed from the latents, with value_dim. Refused are
+    models with an indexer.
 
     Args:
         itemsize: bytes of a number in training; then all arguments of a `Decoder` are returned.
     """
     config = read_config(name).get_text_config()
+    if (field := next((x for x in INDEXERS if getattr(config, x, None)), None)) is not None:
+        raise NotImplementedError(
+            f'--model {name}: "{field}" in its config: an indexer chooses the keys that layers '
+            "see, and such layers take no route; docs/transformers.md says what they run"
+        )
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         raise ValueError(
