@@ -88,6 +88,14 @@ def test_a_named_host_size_has_a_plan_that_a_config_can_name(options: dict[str, 
     assert config.to_dict()["route"]["host_size"] == 4
 
 
+def test_kept_rows_are_planned_where_all_heads_may_be_exchanged() -> None:
+    """All ranks in one group leave a route of one rank, on which no row crosses."""
+    documents = Mask(CAUSAL, (*range(0, 4097, 128),))
+    topology = A100.with_ranks(16)
+    plan = plan_of_call(16, 4096, documents, topology, layout="contiguous", keep_gathered=True)
+    assert plan.choice.keep
+
+
 def test_rows_cross_to_each_reader_where_links_inside_hosts_are_no_faster() -> None:
     slow_inside = replace(A100.with_ranks(8), inside=A100.between, nics_per_host=4)
     assert host_sizes(best_plan(one_key_head(slow_inside))) == (1, 1)

@@ -170,7 +170,8 @@ def _pairs(
     `one_route` every backward with the forward on its route."""
     if one_route:
         forward_on = {forward.placed: forward for forward in forwards}
-        return [(forward_on[backward.placed], backward) for backward in backwards]
+        on_both = (backward for backward in backwards if backward.placed in forward_on)
+        return [(forward_on[backward.placed], backward) for backward in on_both]
     best = ranked(backwards, request)[0]
     pairs = [(forward, best) for forward in forwards]
     fastest = fastest_of(forwards, request), fastest_of(backwards, request)
