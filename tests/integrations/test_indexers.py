@@ -18,6 +18,7 @@ import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.families import FAMILIES, batch, build  # noqa: E402
 from tests.integrations.transformers_models import sequence_parallel  # noqa: E402
+from wf_transformers.families import indexers  # noqa: E402
 
 BORDERS = (0, 9, 23)
 
@@ -73,3 +74,28 @@ def test_a_removed_handle_leaves_the_model_as_it_was() -> None:
     expected = model(**inputs).logits
     run_threads(1, lambda comm: wf_transformers.attach(model, sequence_parallel(comm)).remove())
     assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_modules_of_an_indexer_run_once_however_many_blocks_its_rows_make(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ZeRO 3 gathers a module's parameters at each call, on all ranks; blocks are a rank's own."""
+    ids = batch()["input_ids"]
+    models = [build(FAMILIES["deepseek_v32"]) for _ in range(3)]
+    expected = models[2](input_ids=ids).logits
+    monkeypatch.setattr(indexers, "SCORES_OF_BLOCK", 1)
+
+    def rank(comm: Any) -> tuple[int, Tensor]:
+        sp, model, calls = sequence_parallel(comm), models[comm.rank], list[str]()
+        for name, module in model.named_modules():
+            if ".indexer." in name:
+                module.register_forward_hook(lambda *_, name=name: calls.append(name))
+        with wf_transformers.attach(model, sp, verify=False):
+            inputs = wf_transformers.forward_kwargs(model, sp.shard_batch({"input_ids": ids}))
+            logits = sp.unshard(model(**inputs).logits)
+        assert sorted(calls) == sorted(set(calls))
+        return len(calls), logits[:, : ids.shape[1]]
+
+    for num_calls, logits in run_threads(2, rank):
+        assert num_calls == 4 * 3  # modules, layers
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)

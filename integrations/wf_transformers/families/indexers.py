@@ -3,7 +3,8 @@
 An indexer has a key of its own for each token, scores the keys for a query, and chooses the best. A
 rank gets the indexer's keys of all tokens, by one all-gather, and chooses for its own rows with the
 indexer's own code, document by document and a block of rows at a time. That code takes the keys of
-a document from `Keys`, which it believes to be its cache.
+a document from `Keys`, which it believes to be its cache, and its projections from `Recorded`: its
+modules are called once, for all rows, so that ZeRO 3 and FSDP gather them on all ranks alike.
 
 Shapes: b batch, s rows of this rank, S rows of the sequence, n rows of a block, g key heads that
 choose (1 if all see the same keys), t chosen keys of a row, w numbers of an indexer's key.
@@ -12,6 +13,7 @@ choose (1 if all see the same keys), t chosen keys of a row, w numbers of an ind
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import partial
 from inspect import signature
 from itertools import pairwise
@@ -65,6 +67,26 @@ class Keys:
     def update_index(self, keys: Tensor) -> Tensor:
         """As a cache's layer's for MiniMax M3's indexer; keys (b, 1, s, w)."""
         return self.update_indexer(keys.squeeze(1), 0).unsqueeze(1)
+
+
+class Recorded:
+    """A module of an indexer, which is called once; then its output is given, row by row.
+
+    Attributes:
+        rows: (n,) of the next calls.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._out, self.rows = module, torch.empty(0), torch.empty(0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._out.numel():
+            return self._out[:, self.rows]
+        self._out = self._module(*args, **kwargs)
+        return self._out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 Choice = Callable[[Any, Kwargs, Keys, Tensor], Tensor]
@@ -156,6 +178,9 @@ def _choose(
     forward = MethodType(type(indexer).forward, indexer)
     call = dict(signature(forward).bind(*args, **kwargs).arguments)
     call.pop("attention_mask", None)
+    recorded = {name: Recorded(module) for name, module in indexer.named_children()}
+    indexer = copy(indexer)
+    vars(indexer)["_modules"] = recorded
     batch, length, _ = call["hidden_states"].shape
     own = Keys(call["hidden_states"].device)
     choice(indexer, call, own, torch.zeros(length, dtype=torch.long, device=own.device))
@@ -169,6 +194,8 @@ def _choose(
         rows = ((positions >= start) & (positions < stop)).nonzero().flatten()
         size = max(1, SCORES_OF_BLOCK // (batch * heads * (stop - start)))
         for block in rows.split(size) if len(rows) else ():
+            for module in recorded.values():
+                module.rows = block
             of_block = {name: _rows(value, block) for name, value in call.items()}
             document = Keys(keys.device, keys[:, start:stop])
             best = choice(indexer, of_block, document, positions[block] - start)
