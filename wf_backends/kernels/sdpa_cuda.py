@@ -101,8 +101,9 @@ def cudnn_backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
 
 def _is_causal(q: Tensor, k: Tensor, band: Band) -> bool:
     """The operator's `is_causal`, which counts from the top left, for a full or causal tile."""
-    band = band.within(q.shape[1], k.shape[1])
-    assert band in (FULL, CAUSAL), (q.shape, k.shape, band)
+    rows, keys = q.shape[1], k.shape[1]
+    band = band.within(rows, keys)
+    assert band in (FULL, CAUSAL), (rows, keys, band)
     return band == CAUSAL
 
 
