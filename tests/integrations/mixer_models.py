@@ -30,6 +30,7 @@ LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention"], "num_hidd
 DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 4}
 DELTA |= {"linear_value_head_dim": 6, "head_dim": 8, "num_experts": 0} | LINEAR_FIRST
 FOUR_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LIGHTNING = {"block_size": 8, "head_dim": 8, "num_local_experts": 4}
 LATENT = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 16}
 LATENT |= {"q_lora_rank": 16, "linear_num_heads": 4, "linear_head_dim": 8} | LINEAR_FIRST
 LATENT |= {"n_routed_experts": 4, "n_group": 1, "first_k_dense_replace": 1, "topk_group": 1}
@@ -79,6 +80,7 @@ ALL_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lara_mini": ("LaraMini", {**MODEL, **DELTA, **FOUR_EXPERTS, **PADDED}),
     "olmo_hybrid": ("OlmoHybrid", {**MODEL, **DELTA, **PADDED, "linear_num_value_heads": 4}),
+    "minimax": ("MiniMax", {**MODEL, **FOUR_EXPERTS, **LINEAR_FIRST, **LIGHTNING}),
     "kimilinear": ("KimiLinear", {**MODEL, **LATENT}),
     "bailinghybrid": ("BailingHybrid", {**MODEL, **LATENT}),
     "falcon_h1, norm True": (

@@ -38,7 +38,9 @@ from wf_transformers.families.mixers import heads_and_groups  # noqa: E402
 DOCUMENTS = (0, 5, 16, SEQLEN)
 KINDS = ["mamba", "mamba2", "zamba", "jamba", "recurrent_gemma"]
 """A family for each kind of layer that every version of transformers has."""
-NEWER_KINDS = [family for family in ("qwen3_next", "nemotron_h", "lfm2") if family in FAMILIES]
+NEWER_KINDS = [
+    family for family in ("qwen3_next", "nemotron_h", "lfm2", "minimax") if family in FAMILIES
+]
 """The same of newer versions."""
 
 
@@ -202,3 +204,13 @@ def test_channels_are_exchanged_once_each_way() -> None:
         summed = layers * rows * (time_step_rank + 2 * state_size) * itemsize
         assert sent["forward channels sum reduce"] == summed
         assert sent["forward channels sum gather"] == summed
+
+
+@pytest.mark.skipif("minimax" not in FAMILIES, reason="this transformers has none")
+def test_a_layer_with_a_cache_of_its_own_kind_does_not_generate() -> None:
+    def rank(comm: Any) -> None:
+        _, model, handle = attached("minimax", comm)
+        with pytest.raises(NotImplementedError, match="cannot generate over ranks"):
+            wf_transformers.generate(model.eval(), handle, batch()["input_ids"])
+
+    run_threads(2, rank)

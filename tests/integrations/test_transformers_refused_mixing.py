@@ -37,19 +37,6 @@ def test_sparse_attention_is_refused_before_it_shows() -> None:
     run_threads(2, rank)
 
 
-@pytest.mark.skipif(not hasattr(tf, "MiniMaxConfig"), reason="this transformers has none")
-def test_linear_attention_written_by_hand_is_refused_without_a_comparison() -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 32}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
-    model = tf.MiniMaxForCausalLM(tf.MiniMaxConfig(**sizes, **heads, head_dim=8))
-
-    def rank(comm: Any) -> None:
-        with pytest.raises(NotImplementedError, match="self_attn is linear attention"):
-            wf_transformers.attach(model, sequence_parallel(comm), verify=False)
-
-    run_threads(2, rank)
-
-
 @pytest.mark.parametrize("apply", [False, True])
 def test_a_convolution_over_tokens_inside_a_model_is_refused(apply: bool) -> None:
     """By `apply`; without it by `forward_kwargs`. One over single tokens is accepted."""

@@ -195,6 +195,36 @@ class ShortConv(Mixer):
         return {"in_proj": Replacement(open_gates), "out_proj": Replacement()}
 
 
+class Lightning(Mixer):
+    """Lightning attention (arXiv 2401.04658): heads with a state each, which decays at a rate of
+    its own. The norm and the gate are over all heads, and are not exchanged."""
+
+    has_own_cache = True
+    decays = ("slope_rate", "query_decay", "key_decay")
+
+    def share(self, layer: Any, rank: int, size: int) -> Share:
+        heads = rank_range("heads", layer.num_attention_heads, rank, size)
+        of_heads = {name: getattr(layer, name)[heads] for name in self.decays}
+        of_heads |= {"diagonal_decay": layer.diagonal_decay[:, heads]}
+        inputs, outputs = (head_features(heads, n * layer.head_dim) for n in (3, 1))
+        return Share(inputs, outputs, {}, {"num_attention_heads": len(heads), **of_heads})
+
+    def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return layer.qkv_proj(hidden), layer.output_gate(hidden)
+
+    def finish(self, layer: Any, y: Tensor, local: Any) -> Tensor:
+        return layer.out_proj(local.sigmoid() * layer.norm(y))
+
+    def replacements(self, layer: Any, share: Share) -> dict[str, nn.Module]:
+        open_gate = Replacement(lambda x: x.new_full((), torch.inf))
+        unchanged = {name: Replacement() for name in ("qkv_proj", "norm", "out_proj")}
+        return {**unchanged, "output_gate": open_gate}
+
+    def call_kwargs(self, layer: Any, x: Tensor) -> dict[str, Any]:
+        layer.to(x.device)  # its buffers
+        return {"position_embeddings": None, "attention_mask": None}
+
+
 MIXERS: Mapping[str, Mixer] = MappingProxyType(
     {
         "MambaMixer": Mamba(),
@@ -211,6 +241,7 @@ MIXERS: Mapping[str, Mixer] = MappingProxyType(
         "Lfm2ShortConv": ShortConv(),
         "Lfm2MoeShortConv": ShortConv(),
         "Lfm3ShortConv": ShortConv(),
+        "MiniMaxLightningAttention": Lightning(),
         "Qwen3NextGatedDeltaNet": QWEN3_NEXT,
         "Qwen3_5GatedDeltaNet": QWEN3_5,
         "Qwen3_5MoeGatedDeltaNet": QWEN3_5,

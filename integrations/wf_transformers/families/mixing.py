@@ -43,9 +43,9 @@ MIXING_SUFFIXES = {
     "HyenaFilter": "a Hyena filter, a convolution over all tokens",
     "HyenaCascade": "a Hyena filter, a convolution over all tokens",
 }
-"""Suffix of a class name -> description: parts of sparse attention (DeepSeek V3.2 and V4, GLM-5),
+"""Suffix of a class name -> description: parts of sparse attention (DeepSeek V4, Qwen4),
 which `verify` misses, since they have no effect on sequences shorter than the number of chosen
-keys; layers of MiniMax-01; and those of StripedHyena, Evo and Evo 2, whose inputs `verify` does not
+keys; linear attention; and those of StripedHyena, Evo and Evo 2, whose inputs `verify` does not
 know."""
 
 

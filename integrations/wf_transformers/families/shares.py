@@ -45,6 +45,8 @@ class Mixer(ABC):
     """Modules whose results must be summed over the ranks: they contract all channels."""
     whole_parameters: tuple[str, ...] = ()
     """Parameters that every rank uses uncut."""
+    has_own_cache = False
+    """Whether the layer keeps its state in a cache of the model's own class."""
 
     @abstractmethod
     def share(self, layer: Any, rank: int, size: int) -> Share:

@@ -80,7 +80,9 @@ def _refuse_model(model: Any, handle: Handle) -> None:
         raise ValueError(f"{name} is in training mode, with dropout: call model.eval() first")
     models = outermost(model)
     mixes = len(models) != 1 or stacks_of(models[0])
-    lacks_state = any(not has_state(layer) for _, layer, _ in mixers_in(model))
+    lacks_state = any(
+        row.has_own_cache or not has_state(layer) for _, layer, row in mixers_in(model)
+    )
     if (
         mixes
         or lacks_state
