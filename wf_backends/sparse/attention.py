@@ -23,9 +23,9 @@ from torch import Tensor
 
 from wf_backends._compile import eager
 from wf_backends.comm import ConsistencyCheck, Shared, fingerprint
-from wf_backends.parallel import SequenceParallel, check_tensors, make_softmax
+from wf_backends.parallel import SequenceParallel, Softmax, check_tensors, make_softmax
 from wf_backends.runtime import heads_for_tokens, make_head_exchange, with_sinks
-from wf_backends.schedule import Layout, layout_of, make_mask
+from wf_backends.schedule import Layout, Mask, layout_of, make_mask
 from wf_backends.sparse.rows import Columns, RowsAttention
 
 
@@ -71,39 +71,61 @@ class SparseAttention(Shared):
             softmax = make_softmax(q, softmax_scale, 0.0, None, sinks, kv_up=kv_up)
             mask = make_mask(cu_seqlens=cu_seqlens)
             _check_chosen(chosen, q, k)
+        layout = self._checked_layout(q, k, v, chosen, mask, softmax.options, name)
+        if kv_up is None:
+            columns = Columns(slice(0, k.shape[3]), slice(k.shape[3], None))
+            return self._attend(q, torch.cat((k, v), -1), columns, chosen, softmax, layout)
+        columns = Columns(slice(None), slice(0, v.shape[3]))
+        with torch.autocast(q.device.type, enabled=False):
+            up_k, up_v = kv_up.tensor_split([q.shape[3] - k.shape[3]], 1)
+            queries = _in_latents(q, up_k)
+            out = self._attend(queries, torch.cat((v, k), -1), columns, chosen, softmax, layout)
+            return torch.einsum("bshc,hec->bshe", out, up_v)
+
+    def _checked_layout(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chosen: Tensor,
+        mask: Mask,
+        options: object,
+        name: str | None,
+    ) -> Layout:
+        """Check that all ranks make the same call, and return which rows each of them has."""
         same = {
             "dtype": fingerprint(q.dtype),
             "shapes beside the rows": fingerprint((len(q), *q.shape[2:], k.shape[2:], v.shape[2:])),
-            "options": fingerprint(softmax.options),
-            "cu_seqlens": fingerprint(cu_seqlens),
+            "options": fingerprint(options),
+            "cu_seqlens": fingerprint(mask.cu_seqlens),
             "needs a gradient": torch.is_grad_enabled() and (k.requires_grad or v.requires_grad),
         }
         highest = int(chosen.max()) if chosen.is_cpu and chosen.numel() else -1
         lengths = {"rows": q.shape[1], "highest chosen key": highest}
         by_rank = self._consistency.check(same, lengths, q, layer=name)
-        layout = layout_of(self._sp.config.layout, by_rank["rows"], mask, "q")
         seqlen, highest = sum(by_rank["rows"]), max(by_rank["highest chosen key"])
         if highest >= seqlen:  # raised on all ranks
             raise ValueError(f"chosen must be positions of {seqlen} tokens, or -1, got {highest}")
+        return layout_of(self._sp.config.layout, by_rank["rows"], mask, "q")
+
+    def _attend(
+        self,
+        q: Tensor,
+        rows: Tensor,
+        columns: Columns,
+        chosen: Tensor,
+        softmax: Softmax,
+        layout: Layout,
+    ) -> Tensor:
+        """(b, s, h, e) in q's dtype, from this rank's `rows` (b, s, g, w) of keys and values."""
         with torch.autocast(q.device.type, enabled=False):
-            if kv_up is None:
-                columns = Columns(slice(0, k.shape[3]), slice(k.shape[3], None))
-                rows, queries = torch.cat((k, v), -1), q
-            else:
-                columns = Columns(slice(None), slice(0, v.shape[3]))
-                rows, queries = (
-                    torch.cat((v, k), -1),
-                    _in_latents(q, kv_up, q.shape[3] - k.shape[3]),
-                )
-            table = self._gather(rows, layout)
-            out, lse = RowsAttention.apply(queries, table, chosen, softmax.scores.scale, columns)
-            if sinks is not None:
-                merged, _ = with_sinks(out.transpose(0, 1), lse.transpose(0, 1), sinks)
-                out = merged.transpose(0, 1).to(q.dtype)
-            if kv_up is not None:
-                up = kv_up[:, q.shape[3] - k.shape[3] :]
-                out = torch.einsum("bshc,hec->bshe", out, up)
-        return out
+            table, scale = self._gather(rows, layout), softmax.scores.scale
+            out, lse = RowsAttention.apply(q, table, chosen, scale, columns)
+            if softmax.learned.sinks is None:
+                return out
+            rows_first = out.transpose(0, 1), lse.transpose(0, 1)
+            merged, _ = with_sinks(*rows_first, softmax.learned.sinks)
+            return merged.transpose(0, 1).to(q.dtype)
 
     def _gather(self, x: Tensor, layout: Layout) -> Tensor:
         """(b, s, g, w), this rank's rows -> (b, S, g, w), all rows in sequence order. The gradient
@@ -114,9 +136,10 @@ class SparseAttention(Shared):
         return whole.squeeze(2).unflatten(2, x.shape[2:])
 
 
-def _in_latents(q: Tensor, kv_up: Tensor, n: int) -> Tensor:
+def _in_latents(q: Tensor, up_k: Tensor) -> Tensor:
     """(b, s, h, c + r): [W_k^T q_n, q_r], whose products with [c, shared] are q k."""
-    return torch.cat((torch.einsum("bshn,hnc->bshc", q[..., :n], kv_up[:, :n]), q[..., n:]), -1)
+    q_n, q_r = q.tensor_split([up_k.shape[1]], -1)
+    return torch.cat((torch.einsum("bshn,hnc->bshc", q_n, up_k), q_r), -1)
 
 
 def _check_chosen(chosen: Any, q: Tensor, k: Tensor) -> None:
