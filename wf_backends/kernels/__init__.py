@@ -2,7 +2,7 @@
 
 from wf_backends.kernels.dropout import Dropout, position_dropout
 from wf_backends.kernels.merge import merge
-from wf_backends.kernels.protocol import Grads, Kernel, KernelSpec, TileGrad, TileKernel
+from wf_backends.kernels.protocol import Grads, Kernel, KernelSpec, OutLse, TileGrad, TileKernel
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.scores import PositionBias, Scores
 from wf_backends.kernels.select import KERNELS, select
@@ -13,6 +13,7 @@ __all__ = [
     "KERNELS",
     "Kernel",
     "KernelSpec",
+    "OutLse",
     "ReferenceKernel",
     "PositionBias",
     "Scores",

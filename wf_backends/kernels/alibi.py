@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from wf_backends.kernels.merge import backward_of_blocks, forward_of_blocks
-from wf_backends.kernels.protocol import Grads, Kernel, KernelSpec, TileGrad
+from wf_backends.kernels.protocol import Grads, Kernel, KernelSpec, OutLse, TileGrad
 from wf_backends.kernels.scores import Scores
 from wf_backends.kernels.tile_split import SubTile, row_blocks
 from wf_backends.schedule import Band
@@ -63,9 +63,7 @@ class AlibiKernel:
         """See Kernel.runs."""
         return f"{self._kernel.runs(_extended_spec(spec))}, ALiBi as dimensions of queries and keys"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
         """See Kernel.forward."""
         if len(blocks := _blocks(q, k, band)) > 1:
             return forward_of_blocks(self.forward, blocks, (q, k, v), scores)

@@ -23,6 +23,7 @@ from wf_backends.kernels.protocol import (
     FLASH_DTYPES,
     Grads,
     KernelSpec,
+    OutLse,
     TileGrad,
     flash_refuses,
     lacks,
@@ -41,9 +42,7 @@ def flash_attn_2() -> Operators:
     interface = import_module("flash_attn.flash_attn_interface")
     defaults = {"dropout_p": 0.0, "causal": False, "alibi_slopes": None}
 
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
-    ) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
         kwargs = defaults | _tile_kwargs(q, k, scores, band)
         out, lse, *_ = interface._flash_attn_forward(q, k, v, return_softmax=False, **kwargs)
         return out, lse
@@ -60,9 +59,7 @@ def flash_attn_3() -> Operators:
     import_module("flash_attn_interface")  # registers the operators
     ops = torch.ops.flash_attn_3
 
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
-    ) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
         out, lse, *_ = ops.fwd(q, k, v, num_splits=1, **_tile_kwargs(q, k, scores, band))
         return out, lse
 

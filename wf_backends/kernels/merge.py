@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from wf_backends.kernels.protocol import Grads, TileGrad
+from wf_backends.kernels.protocol import Grads, OutLse, TileGrad
 from wf_backends.kernels.scores import Scores
 from wf_backends.kernels.tile_split import Split, SubTile
 from wf_backends.schedule import Band
@@ -44,13 +44,13 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
     torch.logaddexp(lse, block_lse, out=lse)
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, Scores, Band], tuple[Tensor, Tensor]]
+Forward = Callable[[Tensor, Tensor, Tensor, Scores, Band], OutLse]
 Backward = Callable[[TileGrad, Scores, Band], Grads]
 
 
 def forward_of_blocks(
     forward: Forward, blocks: Sequence[SubTile], qkv: Sequence[Tensor], scores: Scores
-) -> tuple[Tensor, Tensor]:
+) -> OutLse:
     """(out, lse) of a tile in `row_blocks`; see Kernel.forward."""
     q, k, v = qkv
     results = (
@@ -94,9 +94,7 @@ class SplitKernel:
     operators: Callable[[Tensor, Tensor, Band], Operators]
     """The operators for the tile of q (b, i, h, d) and k (b, j, g, d) under a band."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
         """See Kernel.forward.
 
         Returns:

@@ -71,6 +71,8 @@ def lacks(spec: KernelSpec, library: str, *supported: str) -> str | None:
     return f"{library} have no {' and no '.join(missing)}" if missing else None
 
 
+OutLse = tuple[Tensor, Tensor]
+"""out, lse."""
 Grads = tuple[Tensor, Tensor, Tensor]
 """dq, dk, dv."""
 
@@ -115,9 +117,7 @@ class TileKernel(Protocol):
     Row i sees key j if and only if -band.left <= j - i <= band.right.
     """
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
         """Attention of one tile.
 
         Args:

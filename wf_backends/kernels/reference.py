@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from wf_backends.kernels.merge import backward_of_blocks, forward_of_blocks
-from wf_backends.kernels.protocol import Grads, KernelSpec, TileGrad
+from wf_backends.kernels.protocol import Grads, KernelSpec, OutLse, TileGrad
 from wf_backends.kernels.scores import Scores
 from wf_backends.kernels.tile_split import SubTile, row_blocks
 from wf_backends.schedule import Band
@@ -52,9 +52,7 @@ class ReferenceKernel:
         """See Kernel.runs."""
         return "einsums that hold the scores of a block of rows"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
         """out = softmax(scores) v and lse = logsumexp(scores); see Kernel.forward and Scores."""
         q, k, v = _to_compute_dtype(q, k, v)
         return forward_of_blocks(_forward, _blocks(q, k, band), (q, k, v), scores)
@@ -78,7 +76,7 @@ def _blocks(q: Tensor, k: Tensor, band: Band) -> tuple[SubTile, ...]:
     return row_blocks(rows, keys, band, max(1, scores // max(1, batch * heads * keys)))
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
     with torch.autocast(q.device.type, enabled=False):
         x = _apply_mask(_add_biases(_capped_scores(q, k, scores), scores), band)
         lse = x.logsumexp(-1)

@@ -24,6 +24,7 @@ from wf_backends.kernels.protocol import (
     FLASH_DTYPES,
     Grads,
     KernelSpec,
+    OutLse,
     TileGrad,
     flash_refuses,
     lacks,
@@ -52,7 +53,7 @@ class AtenOperators(NamedTuple):
     mask is an additive mask (1, 1, i, j) or None; causal counts from the top left.
     """
 
-    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], tuple[Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], OutLse]
     """(q, k, v, mask, causal, scale) -> out (b, h, i, d), lse (b, h, i)."""
     backward: Callable[[Sequence[Tensor], Tensor | None, bool, float], Grads]
     """((dout, q, k, v, out, lse), mask, causal, scale) -> dq, dk, dv. It computes delta again."""
@@ -64,9 +65,7 @@ class MaskedTiles:
     def __init__(self, attention: AtenOperators) -> None:
         self._attention, self._make_mask = attention, cache(additive_mask)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
         if band.left != inf and is_reversed(band):  # the first costs no call
             out, lse = self.forward(q.flip(1), k.flip(1), v.flip(1), scores, CAUSAL)
             return out.flip(1), lse.flip(2)
@@ -109,7 +108,7 @@ def additive_mask(
 
 def _cpu_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+) -> OutLse:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
@@ -125,7 +124,7 @@ def _cpu_backward(
 
 def _efficient_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+) -> OutLse:
     k, v, mask = _for_all_heads(q, k, v, mask)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention.default(
         q, k, v, mask, True, 0.0, causal, scale=scale

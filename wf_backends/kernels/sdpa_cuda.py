@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from wf_backends.kernels.merge import Operators
-from wf_backends.kernels.protocol import FLASH_DTYPES, Grads, TileGrad, torch_release
+from wf_backends.kernels.protocol import FLASH_DTYPES, Grads, OutLse, TileGrad, torch_release
 from wf_backends.kernels.scores import Scores
 from wf_backends.kernels.tile_split import flash_window, split_causal, split_window
 from wf_backends.schedule import CAUSAL, FULL, Band
@@ -33,9 +33,7 @@ CUDNN_MULTIPLE = 128  # of rows and keys of a tile for cuDNN
 MIN_CUT_SCORES = 2**28  # rows x keys x heads from which a shifted causal tile is cut for cuDNN
 
 
-def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
-) -> tuple[Tensor, Tensor]:
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
     """A sub-tile of `split_window`; see Kernel.forward.
 
     Only the operator's first two results are used: the others are for dropout and debugging, and
@@ -65,9 +63,7 @@ def _tile_kwargs(q: Tensor, k: Tensor, scores: Scores, band: Band) -> dict[str, 
     return {"scale": scores.scale, "window_size_left": left, "window_size_right": right}
 
 
-def cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
-) -> tuple[Tensor, Tensor]:
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
     """A sub-tile of `split_causal`, full or causal; see Kernel.forward."""
     causal = _is_causal(q, k, band)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

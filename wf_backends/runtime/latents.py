@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wf_backends.kernels import Grads, Scores, TileGrad, TileKernel
+from wf_backends.kernels import Grads, OutLse, Scores, TileGrad, TileKernel
 from wf_backends.schedule import Band
 
 
@@ -38,9 +38,7 @@ class LatentKernel:
         """(h, n + e, c), up's dtype: the gradient of `up`, summed over all tiles so far."""
         return torch.zeros_like(self._up) if self._grad is None else self._grad.to(self._up.dtype)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
         """See Kernel.forward; out (b, i, h, e)."""
         return self._kernel.forward(q, *self._keys_and_values(q, k, v), scores, band)
 
