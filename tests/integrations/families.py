@@ -105,6 +105,33 @@ MISTRAL_LARGE4 = {
     },
     "image_token_index": 1,
 }
+GLM5_NEXT = {
+    "text_config": {
+        **INDEXED,
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+        "indexer_types": ["full", "full", "shared"],
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "num_key_value_heads": 4,
+        "qk_rope_head_dim": 0,
+        "index_topk": 8,
+        "index_kpool": 4,  # pools of tokens of two ranks, and a tail
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+        "n_group": 1,
+        "initializer_range": 0.2,
+        "model_type": "glm5_next_text",
+    },
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 4,
+        "patch_size": 4,
+        "out_hidden_size": 32,
+        "projection_intermediate_size": 32,
+        "model_type": "glm5_next_vision",
+    },
+}
 MINIMAX_M3 = {
     **LLAMA,
     "layer_types": ["full_attention", "minimax_m3_sparse"],
@@ -219,6 +246,7 @@ FAMILIES = {
     "mistral_large4": Family(
         "MistralLarge4ForConditionalGeneration", "MistralLarge4Config", MISTRAL_LARGE4
     ),
+    "glm5_next": Family("Glm5NextForConditionalGeneration", "Glm5NextConfig", GLM5_NEXT),
     "minimax_m3": Family("MiniMaxM3VLForCausalLM", "MiniMaxM3VLTextConfig", MINIMAX_M3),
     "bert": Family("BertForMaskedLM", "BertConfig", ENCODER, masked_lm=True),
     "roberta": Family("RobertaForMaskedLM", "RobertaConfig", ENCODER, masked_lm=True),

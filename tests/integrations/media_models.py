@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers as tf
 
-from tests.integrations.families import GEMMA4, NoFloat32
+from tests.integrations.families import GEMMA4, GLM5_NEXT, NoFloat32
 from tests.integrations.media_batches import (
     AUDIO,
     AUDIO_START,
@@ -389,6 +389,15 @@ ALL_MODELS = {
     "glm4v": glm("Glm4v"),
     "glm4v_moe": glm("Glm4vMoe", **GLM4V_EXPERTS),
     "glm_ocr": glm("GlmOcr", head_dim=8),
+    "glm5_next": MediaModel(
+        "Glm5Next",
+        {
+            "text_config": GLM5_NEXT["text_config"],
+            "vision_config": GLM | {"projection_intermediate_size": 24},
+            **IMAGES_AND_VIDEOS,
+        },
+        has_experts=True,
+    ),
     # its language model has recurrences, too
     "qwen3_5": MediaModel(
         "Qwen3_5",

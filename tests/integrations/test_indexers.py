@@ -24,7 +24,7 @@ BORDERS = (0, 9, 23)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "document_zigzag"])
-@pytest.mark.parametrize("name", ["glm_moe_dsa", "minimax_m3"])
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "minimax_m3", "glm5_next"])
 def test_packed_documents_choose_as_each_alone_also_when_layers_run_again(
     name: str, layout: str
 ) -> None:
@@ -76,12 +76,13 @@ def test_a_removed_handle_leaves_the_model_as_it_was() -> None:
     assert torch.equal(model(**inputs).logits, expected)
 
 
+@pytest.mark.parametrize(("name", "indexers_of_model"), [("deepseek_v32", 3), ("glm5_next", 1)])
 def test_modules_of_an_indexer_run_once_however_many_blocks_its_rows_make(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, name: str, indexers_of_model: int
 ) -> None:
     """ZeRO 3 gathers a module's parameters at each call, on all ranks; blocks are a rank's own."""
     ids = batch()["input_ids"]
-    models = [build(FAMILIES["deepseek_v32"]) for _ in range(3)]
+    models = [build(FAMILIES[name]) for _ in range(3)]
     expected = models[2](input_ids=ids).logits
     monkeypatch.setattr(indexers, "SCORES_OF_BLOCK", 1)
 
@@ -97,5 +98,5 @@ def test_modules_of_an_indexer_run_once_however_many_blocks_its_rows_make(
         return len(calls), logits[:, : ids.shape[1]]
 
     for num_calls, logits in run_threads(2, rank):
-        assert num_calls == 4 * 3  # modules, layers
+        assert num_calls == 4 * indexers_of_model  # of 4 modules
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)

@@ -37,6 +37,9 @@ SCORE_OPTIONS: Mapping[str, str] = MappingProxyType(
 """Keyword arguments of layers about their scores -> parameters of `SequenceParallel.attention`, or
 of `SparseAttention`."""
 
+MASK_IS_CHOICE = "mask_is_choice"
+"""Keyword argument of layers: whether what they pass as the mask is the chosen keys."""
+
 Window = int | tuple[int, int] | None
 TWO_SIDED = ("ModernBertAttention",)
 """Layers of transformers 5 in which a window w shows w - 1 tokens on each side of a row."""
@@ -104,6 +107,8 @@ class Attention(Shared):
         if not torch.compiler.is_compiling() and _wants_weights(module, sys._getframe(1)):
             kwargs["output_attentions"] = True
         self._check(module, query, key, kwargs)
+        if kwargs.get(MASK_IS_CHOICE):
+            kwargs["indices"], attention_mask = attention_mask, None
         # GPT-2 of transformers 4 passes is_causal=False in causal layers for one row or any mask.
         unreliable = attention_mask is not None or query.shape[2] == 1
         causal = _is_causal(module, is_causal if is_causal or not unreliable else None)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from wf_backends._compile import eager
 from wf_backends.parallel import ChannelExchange
-from wf_transformers.attention.function import Attention
+from wf_transformers.attention.function import MASK_IS_CHOICE, Attention
 from wf_transformers.calls import Kwargs
 from wf_transformers.families.forwards import weight_of
 from wf_transformers.handle import Handle
@@ -33,6 +33,8 @@ from wf_transformers.models import row_of
 
 SCORES_OF_BLOCK = 1 << 26
 """Scores of all heads of an indexer that a block holds: 256 MiB in float32."""
+MAKES_MASK = "build_attention_mask_from_topk"
+"""Method of layers that give the registry a mask of what they chose, and not the choice."""
 
 
 class Keys:
@@ -52,6 +54,14 @@ class Keys:
         self.num_keys = 1 if document is None else document.shape[1]
 
     @property
+    def keys(self) -> Tensor:
+        """(b, num_keys, w), those that the indexer gets."""
+        return self.own[:, :1] if self._document is None else self._document
+
+    def get_seq_length(self) -> int:
+        return self.num_keys
+
+    @property
     def layers(self) -> Keys:
         """As a cache's: this, for every layer."""
         return self
@@ -62,7 +72,7 @@ class Keys:
     def update_indexer(self, keys: Tensor, _: int) -> Tensor:
         """As a cache's for DeepSeek's indexer; keys (b, s, w)."""
         self.own = keys
-        return keys[:, :1] if self._document is None else self._document
+        return self.keys
 
     def update_index(self, keys: Tensor) -> Tensor:
         """As a cache's layer's for MiniMax M3's indexer; keys (b, 1, s, w)."""
@@ -102,6 +112,16 @@ def _best_keys(indexer: Any, call: Kwargs, keys: Keys, positions: Tensor) -> Ten
     return best.masked_fill(~seen.gather(-1, best.long()), -1).unsqueeze(2)
 
 
+def _best_pools(indexer: Any, call: Kwargs, keys: Keys, positions: Tensor) -> Tensor:
+    """GLM-5-Next's indexer chooses pools of keys by weighted means, and adds those of a row's own
+    pool up to the row. Of itself it takes the rows for the last tokens."""
+    columns = torch.arange(keys.num_keys, device=keys.device)
+    seen = (columns <= positions[:, None]).expand(len(call["hidden_states"]), -1, -1)
+    indexer.get_visible_tokens = lambda **_: seen
+    valid = torch.ones_like(seen[..., 0])
+    return _call(indexer, call | {"attention_mask": valid, "cache": keys}).unsqueeze(2)
+
+
 def _best_blocks(indexer: Any, call: Kwargs, keys: Keys, positions: Tensor) -> Tensor:
     """MiniMax M3's indexer has scores of each key head, and chooses blocks of keys."""
     rows = {"position_ids": positions.expand(len(call["hidden_states"]), -1), "cache": keys}
@@ -123,6 +143,7 @@ CHOICES: Mapping[str, Choice] = MappingProxyType(
         "HYV4Attention": _best_keys,
         "Dots3NoteTextAttention": _best_keys,
         "MistralLarge4TextAttention": _best_keys,
+        "Glm5NextTextAttention": _best_pools,
         "MiniMaxM3VLAttention": _best_blocks,
     }
 )
@@ -139,10 +160,13 @@ def choose_over_ranks(model: nn.Module, handle: Handle) -> None:
             forward = partial(_choose, handle.attention, exchange, choice, indexer)
             handle.set(indexer, "forward", forward)
         # A layer without an indexer may see what an earlier one has chosen.
-        if choice is _best_keys and (indexer is not None or getattr(layer, "skip_topk", False)):
+        chooses = indexer is not None or getattr(layer, "skip_topk", False)
+        if choice is not None and chooses and hasattr(layer, "expand_kv"):
             change = partial(_change_arguments, handle.attention)
             handle.hooks(layer.register_forward_pre_hook(change, with_kwargs=True))
             handle.set(layer, "expand_kv", _keep_latents)
+            if hasattr(layer, MAKES_MASK):
+                handle.set(layer, MAKES_MASK, _keep_choice)
 
 
 def _change_arguments(
@@ -155,12 +179,17 @@ def _change_arguments(
     kv_up = weight_of(layer.kv_b_proj, hidden.new_empty(0, layer.kv_lora_rank))
     mask = hidden.new_ones(1, 1, 1, 1, dtype=torch.bool)
     options = {"attention_mask": mask, "kv_up": kv_up.unflatten(0, (layer.num_heads, -1))}
-    return args, {**kwargs, **options}
+    return args, {**kwargs, **options, MASK_IS_CHOICE: hasattr(layer, MAKES_MASK)}
 
 
 def _keep_latents(latents: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
     """In place of `expand_kv`: key and value as `sp.attention` takes latents."""
     return shared, latents
+
+
+def _keep_choice(topk_indices: Tensor, **_: Any) -> Tensor:
+    """In place of what makes a mask of the chosen keys."""
+    return topk_indices
 
 
 @eager
@@ -189,10 +218,11 @@ def _choose(
     keys = exchange.gather(every_rank, borders)
     positions = exchange.sp.positions(keys.shape[1], keys.device, borders)
     heads = getattr(indexer, "n_heads", None) or indexer.num_heads
+    pool = getattr(indexer, "index_kpool", 1)
     found = [(positions[:0], 0, positions.new_empty(batch, 0, 1, 0))]
     for start, stop in pairwise(borders or (0, keys.shape[1])):
         rows = ((positions >= start) & (positions < stop)).nonzero().flatten()
-        size = max(1, SCORES_OF_BLOCK // (batch * heads * (stop - start)))
+        size = max(1, SCORES_OF_BLOCK * pool // (batch * heads * (stop - start)))
         for block in rows.split(size) if len(rows) else ():
             for module in recorded.values():
                 module.rows = block

@@ -136,6 +136,7 @@ TABLE: Mapping[str, Media] = MappingProxyType(
         "Glm4vMoeForConditionalGeneration": GLM,
         "Glm46VForConditionalGeneration": GLM,
         "GlmOcrForConditionalGeneration": GLM,
+        "Glm5NextForConditionalGeneration": replace(GLM, rope=False),
         "LlavaForConditionalGeneration": LLAVA,
         "LlavaNextForConditionalGeneration": Media((PACKED,), TOWER),
         "LlavaNextVideoForConditionalGeneration": ONEVISION,

@@ -248,6 +248,7 @@ MIXERS: Mapping[str, Mixer] = MappingProxyType(
         "LaraMiniGatedDeltaNet": QWEN3_5,
         "OlmoHybridGatedDeltaNet": OLMO_HYBRID,
         "KimiLinearDeltaAttention": KIMI_LINEAR,
+        "Glm5NextTextLinearAttention": KIMI_LINEAR,
         "BailingHybridDeltaAttention": BAILING_HYBRID,
     }
 )
