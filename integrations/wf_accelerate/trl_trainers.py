@@ -12,10 +12,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from accelerate.state import PartialState
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
-from wf_transformers import Handle, attach_model, temporarily_replace
+from wf_transformers import Handle, attach_model
 from wf_transformers.comparison.changes import Changes
 from wf_transformers.whole_batches.loaders import gathering_by_group
 from wf_transformers.whole_batches.log_probabilities import (
@@ -61,10 +62,9 @@ def connect_trl(trainer: Any, handle: Handle, whole_logits: bool) -> None:
         # TRL's seed is another for each process; the ranks of a sequence must draw alike
         set_seed(trainer.args.seed + handle.data_parallel_rank)
         rewards = partial(_rewards_of_first_ranks, trainer, sp.size)
-        handle.undo.enter_context(temporarily_replace(trainer, "_calculate_rewards", rewards))
+        handle.replace(trainer, "_calculate_rewards", rewards)
         if hasattr(trainer, ENTROPY_MASK):
-            mask = partial(gathering_by_group, trainer.accelerator)
-            handle.undo.enter_context(temporarily_replace(trainer, ENTROPY_MASK, mask))
+            handle.replace(trainer, ENTROPY_MASK, partial(gathering_by_group, trainer.accelerator))
     if reference is not None:
         changes = Changes(reference)
         with changes.recorded():
@@ -153,8 +153,6 @@ def _rewards_of_first_ranks(
 ) -> Tensor:
     """Return gathered rewards (samples of all ranks, functions): a sequence's ranks get those of
     its first rank, since rewards may be random (an LLM as a judge)."""
-    from accelerate.state import PartialState
-
     gathered = original(*args, **kwargs)
     num_ranks = PartialState().num_processes
     samples = len(gathered) // num_ranks

@@ -32,7 +32,6 @@ from wf_diffusers.samples import (
 )
 from wf_transformers import Handle
 from wf_transformers.calls import by_name, parameter_names
-from wf_transformers.replace import temporarily_replace
 
 Arguments = dict[str, Any]
 Hook = Callable[[nn.Module, Any, Tensor], Tensor]
@@ -53,8 +52,7 @@ class TransformerHooks:
                 take_over(module, self.attention, handle)
         self._register(model)
         if family.text_masks or family.lists:
-            apart = temporarily_replace(model, "forward", self._forward)
-            handle.undo.enter_context(apart)
+            handle.replace(model, "forward", self._forward)
 
     def _register(self, model: nn.Module) -> None:
         cuts = [cut for cut in self.family.cuts if cut.module]

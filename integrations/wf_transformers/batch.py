@@ -15,7 +15,7 @@ from wf_transformers.attach import is_applied
 from wf_transformers.attention.blocks import BLOCKS
 from wf_transformers.attention.masks import refuse_empty
 from wf_transformers.attention.registry import registered_for
-from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
+from wf_transformers.calls import parameter_names, required_tokens, takes_any_keyword
 from wf_transformers.families.experts import ROUTER_MASK, has_router_loss
 from wf_transformers.families.media_table import language_model, media_modules
 from wf_transformers.families.mixing import refuse_missing_apply, refuse_unspreadable
@@ -117,9 +117,7 @@ def _refuse_unapplied(model: nn.Module) -> None:
 def _placeholder_mask(model: nn.Module, local_batch: Mapping[str, Any]) -> Tensor:
     """(b, 1, 1, 1) zeros: hides nothing, and keeps the model from building an (s, s) mask. Some
     models write the smallest number of their dtype there."""
-    tokens = tokens_of(local_batch)
-    if tokens is None:
-        raise ValueError(f'a batch needs "input_ids" (b, s), got the keys {sorted(local_batch)}')
+    tokens = required_tokens(local_batch)
     has_float64 = any(p.dtype == torch.float64 for p in model.parameters())
     dtype = torch.float64 if has_float64 else torch.float32
     return torch.zeros(len(tokens), 1, 1, 1, device=tokens.device, dtype=dtype)

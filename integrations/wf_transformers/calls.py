@@ -90,6 +90,13 @@ def tokens_of(arguments: Mapping[str, Any]) -> Tensor | None:
     return next((x for x in candidates if isinstance(x, Tensor)), None)
 
 
+def required_tokens(arguments: Mapping[str, Any]) -> Tensor:
+    """As `tokens_of`, of a call or batch that must have tokens."""
+    if (tokens := tokens_of(arguments)) is None:
+        raise ValueError(f'"input_ids" (b, S) must be given, got the keys {sorted(arguments)}')
+    return tokens
+
+
 def refuse_call(
     model: nn.Module, arguments: Mapping[str, Any], names: list[str], logits_are_whole: bool = False
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from wf_backends import SequenceParallel
 from wf_backends.parallel import IGNORE_INDEX, mask_arguments
 from wf_transformers.attention.function import Attention
-from wf_transformers.replace import set_until
+from wf_transformers.replace import set_until, temporarily_replace
 
 OPERATIONS = "floating_point_ops"
 
@@ -172,17 +172,21 @@ class Handle:
         return DataLoader(dataset, batch_size, sampler=sampler, **options)
 
     @contextmanager
-    def advising(self) -> Iterator[None]:
-        """Add `advice` to every ValueError raised inside."""
+    def advising(self, advice: str = "") -> Iterator[None]:
+        """Add `advice`, or that of the handle, to every ValueError raised inside."""
         try:
             yield
         except ValueError as error:
-            error.add_note(self.advice)
+            error.add_note(advice or self.advice)
             raise
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """owner.name = value, until `remove()`."""
         set_until(self.undo, owner, name, value)
+
+    def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """`temporarily_replace`, until `remove()`."""
+        self.undo.enter_context(temporarily_replace(owner, name, function))
 
     def hooks(self, *registered: RemovableHandle) -> None:
         """Register hooks of torch for removal by `remove()`."""

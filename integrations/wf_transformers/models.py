@@ -28,23 +28,18 @@ and on the models and layers that share their config."""
 def transformers_class(module: nn.Module) -> type:
     """The class in transformers.models that a module's class is or derives from (FSDP2 derives
     classes), else its class."""
-    return next(iter(transformers_classes(module)), type(module))
+    return next(iter(transformers_classes(type(module))), type(module))
 
 
 def row_of(table: Mapping[str, Row], module: nn.Module) -> Row | None:
     """The table's value for a module, by the name of its transformers class or of a base of it."""
-    names = (cls.__name__ for cls in transformers_classes(module))
+    names = (cls.__name__ for cls in transformers_classes(type(module)))
     return next((table[name] for name in names if name in table), None)
 
 
-def transformers_classes(module: nn.Module) -> tuple[type, ...]:
-    """The classes of a module that transformers.models defines, the most derived first."""
-    return _from_transformers(type(module))
-
-
 @lru_cache(maxsize=1024)  # asked for every module in every call
-def _from_transformers(cls: type) -> tuple[type, ...]:
-    """A class and its bases, as far as transformers.models defines them."""
+def transformers_classes(cls: type) -> tuple[type, ...]:
+    """A class and its bases, as far as transformers.models defines them, the most derived first."""
     return tuple(c for c in cls.__mro__ if c.__module__.startswith("transformers.models."))
 
 

@@ -18,7 +18,7 @@ from accelerate import Accelerator  # noqa: E402
 
 import wf_accelerate  # noqa: E402
 from tests.integrations.deepspeed_jobs import tiny_llama  # noqa: E402
-from wf_transformers.whole_batches.loaders import FUNCTIONS  # noqa: E402
+from wf_transformers.whole_batches.by_group import FUNCTIONS  # noqa: E402
 
 
 def test_batches_that_rank_0_dispatches_are_refused() -> None:

@@ -193,3 +193,13 @@ def test_a_model_of_multiple_choice_that_mixes_the_tokens_of_a_rank_is_refused()
 
     with pytest.raises(NotImplementedError, match=DIFFERS):
         verify_on_ranks(shifted, whole_batches=True)
+
+
+def test_a_classifier_called_without_tokens_is_refused_by_name() -> None:
+    def rank(comm: Any) -> None:
+        model = build("LlamaForSequenceClassification")
+        WholeBatchHooks(model, attach_model(model, sequence_parallel(comm)))
+        model(labels=torch.ones(1))
+
+    with pytest.raises(ValueError, match=r'"input_ids" \(b, S\) must be given'):
+        run_threads(1, rank)

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from wf_transformers.folders.shape import DTYPE, is_causal, load_config, refused_by_name
+from wf_transformers.folders.shape import DTYPE, has_causal_model, load_config, refused_by_name
 from wf_transformers.folders.skeleton import check_positions
 
 
@@ -62,7 +62,7 @@ def model_from_folder(
 
 def _causal_config(folder: str | Path) -> Any:
     config = load_config(folder)
-    if not is_causal(config):
+    if not has_causal_model(config):
         raise ValueError(f"{folder} holds a {config.model_type}, which is no causal language model")
     return config
 

@@ -152,14 +152,14 @@ def refused_by_name(name: str | Path) -> Iterator[None]:
         raise ValueError(f"--model {name}: {prefix}{first_line}") from error
 
 
-def is_causal(config: Any) -> bool:
+def has_causal_model(config: Any) -> bool:
     """Whether transformers has a causal language model for it."""
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _sizes(name: str, config: Any, itemsize: int) -> dict[str, Any]:
     """The sizes that memory depends on; parameters are counted on torch's device meta."""
-    if config.is_encoder_decoder or not is_causal(config):
+    if config.is_encoder_decoder or not has_causal_model(config):
         what = "has an encoder, too" if config.is_encoder_decoder else "is of no language model"
         raise NotImplementedError(
             f"--model {name}: the memory budget counts decoders, and {type(config).__name__} "

@@ -9,16 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModel,
-    AutoModelForCausalLM,
-)
+from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 
 from wf_backends._validation import one_of
 from wf_transformers.folders.layers import attributes_as_buffers
 from wf_transformers.folders.shape import (
     DTYPE,
+    has_causal_model,
     no_init_weights,  # pyright: ignore[reportAttributeAccessIssue]
     read_config,
     refused_by_name,
@@ -47,7 +44,7 @@ def skeleton(
     one_of("--attention", attention, ATTENTIONS)
     whole_config = read_config(folder)
     config = whole_config.get_text_config()
-    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
+    is_decoder = has_causal_model(config) and not config.is_encoder_decoder
     auto_class = AutoModelForCausalLM if is_decoder else AutoModel
     with refused_by_name(folder):
         _check_class(auto_class._model_mapping[type(config)], attention)

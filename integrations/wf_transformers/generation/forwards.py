@@ -17,7 +17,7 @@ from wf_transformers.calls import (
     by_name,
     parameter_names,
     refuse_partial_states,
-    tokens_of,
+    required_tokens,
 )
 from wf_transformers.generation.cache import ShardedCache
 from wf_transformers.generation.media import cut_with_media
@@ -65,8 +65,7 @@ class Forwards:
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         arguments, cache = by_name(self.names, args, kwargs), self.cache
         refuse_partial_states(model, arguments)
-        tokens = tokens_of(arguments)
-        assert tokens is not None, "generate calls the model with tokens"
+        tokens = required_tokens(arguments)
         if arguments.get(self.key) is None and self._begins_again(tokens.shape[1]):
             cache.crop(-cache.length)
         elif arguments.get(self.key) is not cache:
@@ -174,8 +173,5 @@ def _refuse_other_samples(cached: list[int], starts: list[int]) -> None:
 
 def check_same(handle: Handle, tokens: Tensor) -> None:
     """Raise a ValueError on every rank if the ranks of a sequence have other tokens."""
-    try:
+    with handle.advising(SEED_ALIKE):
         handle.sp.check_same({"tokens": tokens})
-    except ValueError as error:
-        error.add_note(SEED_ALIKE)
-        raise

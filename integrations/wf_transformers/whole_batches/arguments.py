@@ -15,11 +15,11 @@ from wf_transformers.attention.documents import MASK_ARGUMENTS
 from wf_transformers.batch import is_causal
 from wf_transformers.calls import (
     CACHES,
-    ON_ONE_PROCESS,
+    NOT_LOCAL,
     PARTIAL_STATES,
     parameter_names,
+    required_tokens,
     takes_any_keyword,
-    tokens_of,
 )
 from wf_transformers.families.media_table import is_media_argument
 from wf_transformers.models import Head, outermost, windows_of
@@ -68,17 +68,13 @@ def argument_names(model: nn.Module) -> list[str]:
 
 
 def seqlen_of(arguments: Mapping[str, Any]) -> int:
-    tokens = tokens_of(arguments)
-    if tokens is None:
-        raise ValueError(f'the model was called without "input_ids", with {sorted(arguments)}')
-    return tokens.shape[1]
+    return required_tokens(arguments).shape[1]
 
 
 def mask_of_ones(arguments: Mapping[str, Any]) -> Tensor:
     """The attention_mask (b, S) of a batch without padding."""
-    seqlen, tokens = seqlen_of(arguments), tokens_of(arguments)
-    assert tokens is not None, "seqlen_of raises without tokens"
-    return tokens.new_ones(len(tokens), seqlen, dtype=torch.int64)
+    tokens = required_tokens(arguments)
+    return tokens.new_ones(tokens.shape[:2], dtype=torch.int64)
 
 
 def has_row_per_token(key: str, value: Any, seqlen: int) -> bool:
@@ -117,7 +113,7 @@ def refuse_other_rows(source: str, logits: Tensor, rows: int) -> None:
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:
     for key in CACHES:
         if arguments.get(key) is not None:
-            raise NotImplementedError(f"{key}: a KV cache is not spread here; {ON_ONE_PROCESS}")
+            raise NotImplementedError(f"{key}: {NOT_LOCAL[key]}")
     if arguments.get("return_dict") is False:
         raise NotImplementedError("return_dict=False: leave it out, the loss goes into the output")
 

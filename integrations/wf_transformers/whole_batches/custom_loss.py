@@ -122,7 +122,7 @@ def divides_by_items(model: nn.Module) -> bool:
     It does where the model's forward passes it, or all keyword arguments, to `loss_function`.
     Masked models of transformers 5 take the argument and ignore it, as Mamba does in 4.
     """
-    forwards = (vars(cls).get("forward") for cls in transformers_classes(model))
+    forwards = (vars(cls).get("forward") for cls in transformers_classes(type(model)))
     sources = [getsource(unwrap(forward)) for forward in forwards if forward is not None]
     calls = [call for source in sources for call in source.split("loss_function(")[1:]]
     return any("**" in (text := _up_to_bracket(call)) or NUM_ITEMS in text for call in calls)

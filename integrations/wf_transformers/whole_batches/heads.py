@@ -20,11 +20,11 @@ from wf_backends._compile import eager
 from wf_backends.parallel import mask_arguments
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import (
-    TOKENS,
     Kwargs,
     by_name,
     parameter_names,
     refuse_partial_states,
+    required_tokens,
     takes_any_keyword,
 )
 from wf_transformers.families.media_table import media_of
@@ -108,8 +108,8 @@ class HeadHooks:
         """Replace the arguments of the inner model by this rank's part."""
         names, documents = parameter_names(inner), self._handle.attention.documents
         arguments = by_name(names, args, kwargs)
-        key = next(key for key in TOKENS if arguments.get(key) is not None)
-        self._tokens_shape = arguments[key].shape[: 2 if key == "inputs_embeds" else None]
+        tokens = required_tokens(arguments)
+        self._tokens_shape = tokens.shape[: 2 if tokens.is_floating_point() else None]
         arguments = {k: self._flatten_choices(x) for k, x in arguments.items()}
         seqlen = seqlen_of(arguments)
         present = {k: x for k, x in arguments.items() if x is not None}
@@ -126,7 +126,7 @@ class HeadHooks:
             ours = {"cu_seqlens": None} | ours
         else:
             ours = {k: x for k, x in ours.items() if k in names}
-        self._rng.enter(inner, arguments[key].device)
+        self._rng.enter(inner, tokens.device)
         self._noise.enter(inner, seqlen_of(local), seqlen)
         return (), others | ours
 

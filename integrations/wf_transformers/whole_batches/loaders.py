@@ -12,10 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType, SimpleNamespace
 from typing import Any
-
-from torch import Tensor
 
 from wf_transformers.replace import set_until, temporarily_replace
 
@@ -64,6 +61,8 @@ def counted_by_group(owner: Any, size: Callable[[], int]) -> Iterator[None]:
 
 
 def _replace_methods(owner: Any) -> GroupSizes:
+    from wf_transformers.whole_batches.by_group import FUNCTIONS  # accelerate need not be there
+
     groups = GroupSizes([], ExitStack())
     set_until(groups.undo, owner, GROUPS, groups)
     for method, functions in FUNCTIONS.items():
@@ -95,97 +94,7 @@ def _run(
 
 def gathering_by_group(accelerator: Any, method: Function, *args: Any, **kwargs: Any) -> Any:
     """Call a method; what it gathers by `accelerator` has the samples of every group once."""
+    from wf_transformers.whole_batches.by_group import FUNCTIONS
+
     functions = FUNCTIONS["gather_for_metrics"]
     return _run(functions, getattr(accelerator, GROUPS).sizes, method, *args, **kwargs)
-
-
-def _prepare_data_loader(size: int, original: Function, *args: Any, **kwargs: Any) -> Any:
-    """accelerate's loader, sharded by group instead of by rank; every rank reads its samples."""
-    import accelerate.data_loader
-
-    from wf_transformers.whole_batches.streams import Stream
-
-    if kwargs.get("dispatch_batches"):
-        raise NotImplementedError(
-            "dispatch_batches=True: rank 0 would cut batches by rank, and the ranks of a sequence "
-            "need the same samples; leave it out, or set it to False"
-        )
-    if kwargs["num_processes"] % size:
-        raise ValueError(
-            f"the accelerator counts {kwargs['num_processes']} processes, and a sequence is on "
-            f"{size} ranks: without GPUs call accelerate.PartialState(cpu=True) before "
-            "Accelerator(), or set use_cpu=True in TrainingArguments"
-        )
-    by_group = {
-        "num_processes": kwargs["num_processes"] // size,
-        "process_index": kwargs["process_index"] // size,
-        "dispatch_batches": False,
-        "torch_device_mesh": None,  # accelerate would count the ranks of its dimensions instead
-    }
-    sampler = getattr(args[0], "sampler", None)
-    if by_group["num_processes"] == 1 and getattr(sampler, "generator", sampler) is None:
-        # It draws torch's numbers, which load_state restores on the ranks that were saved alone
-        by_group["rng_types"] = [*(kwargs.get("rng_types") or []), "torch"]
-    with ExitStack() as stack:
-        if kwargs.get("dispatch_batches") is None:  # an IterableDataset as if rank 0 dispatched it
-            set_until(stack, accelerate.data_loader, "IterableDatasetShard", Stream)
-            # else every group would read files of its own, and end after another number of samples
-            set_until(stack, accelerate.data_loader, "is_datasets_available", lambda: False)
-        # earlier versions of accelerate do not know all of them
-        return original(*args, **kwargs | {k: x for k, x in by_group.items() if k in kwargs})
-
-
-def _gather(size: int, original: Function, *args: Any, **kwargs: Any) -> Any:
-    """Gather tensors of all ranks along dim 0, and keep those of the first rank of every group."""
-    from accelerate.state import PartialState
-    from accelerate.utils import recursively_apply
-
-    from wf_transformers.whole_batches.streams import drop_repeated_samples
-
-    drop_repeated_samples()
-    world = PartialState().num_processes
-
-    def first_of_each_group(x: Tensor) -> Tensor:
-        by_rank = x.unflatten(0, (world // size, size, len(x) // world))
-        return by_rank[:, 0].flatten(0, 1)
-
-    return recursively_apply(first_of_each_group, original(*args, **kwargs))
-
-
-def _gather_object(size: int, original: Function, objects: Any, **kwargs: Any) -> Any:
-    """`_gather` for lists of objects, which may differ in length."""
-    from accelerate.state import PartialState
-
-    from wf_transformers.whole_batches.streams import drop_repeated_samples
-
-    drop_repeated_samples()
-    is_first = PartialState().process_index % size == 0
-    return original(objects if is_first else [], **kwargs)
-
-
-def _scheduler(size: int, original: Function, *args: Any, **kwargs: Any) -> Any:
-    """accelerate's scheduler: it makes a step for each process, here for each group."""
-    scheduler = original(*args, **kwargs)
-    scheduler.step = partial(_step_by_group, size, scheduler.step)
-    return scheduler
-
-
-def _step_by_group(size: int, step: Function, *args: Any, **kwargs: Any) -> None:
-    import accelerate.scheduler
-
-    def by_group(state: Function) -> SimpleNamespace:
-        return SimpleNamespace(num_processes=state().num_processes // size)
-
-    with temporarily_replace(accelerate.scheduler, "AcceleratorState", by_group):
-        step(*args, **kwargs)
-
-
-FUNCTIONS: Mapping[str, Mapping[str, Function]] = MappingProxyType(
-    {
-        "prepare_data_loader": {"prepare_data_loader": _prepare_data_loader},
-        "prepare_scheduler": {"AcceleratedScheduler": _scheduler},
-        "_prepare_deepspeed": {"AcceleratedScheduler": _scheduler},  # it makes its own
-        "gather_for_metrics": {"gather": _gather, "gather_object": _gather_object},
-    }
-)
-"""Method of an Accelerator -> replacements for functions of accelerate.accelerator inside it."""

@@ -60,7 +60,7 @@ def take_sharded_logits(trainer: Any, handle: Handle) -> None:
     call = partial(_with_log_softmax, _files(type(trainer)))
     for name in CALLERS:
         if hasattr(trainer, name):
-            handle.undo.enter_context(temporarily_replace(trainer, name, call))
+            handle.replace(trainer, name, call)
 
 
 def _files(trainer_class: type) -> list[ModuleType]:
@@ -197,4 +197,4 @@ def generate_alone(model: nn.Module, handle: Handle, changes: Changes) -> None:
 
     for inner in outermost(model):
         if hasattr(inner, "generate"):
-            handle.undo.enter_context(temporarily_replace(inner, "generate", generate))
+            handle.replace(inner, "generate", generate)
