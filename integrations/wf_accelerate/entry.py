@@ -22,6 +22,7 @@ from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import own_group
 from wf_backends.launch import settle_at_exit
 from wf_transformers import (
+    MODEL_KEYS,
     Handle,
     ModelOptions,
     WholeBatchHooks,
@@ -30,7 +31,6 @@ from wf_transformers import (
     counted_by_group,
     outermost,
     refuse_different,
-    temporarily_replace,
 )
 from wf_transformers.handle import OPERATIONS
 from wf_transformers.whole_batches.custom_loss import has_fused_head, has_fused_loss
@@ -95,7 +95,7 @@ def _connect(
     model_options = ModelOptions()
     if not isinstance(config, SequenceParallelConfig):
         block, model_options = ModelOptions.split(config)
-        config = SequenceParallelConfig.from_dict(block)
+        config = SequenceParallelConfig.from_dict(block, MODEL_KEYS)
     _refuse_accelerator(accelerator, trl)
     if "forward" in vars(model) and not (has_fused_head(model) or has_fused_loss(model)):
         raise NotImplementedError(
@@ -200,8 +200,7 @@ def _replace_steps(trainer: Trainer, handle: Handle) -> None:
         steps |= dict.fromkeys(INNER_LOSSES, inner_loss_counted_once)
     for name, step in steps.items():
         if getattr(trainer, name, None) is not None:
-            replaced = temporarily_replace(trainer, name, partial(step, trainer))
-            handle.undo.enter_context(replaced)
+            handle.replace(trainer, name, partial(step, trainer))
     if not hasattr(trainer.model, OPERATIONS):  # in transformers 5 the Trainer counts operations
         handle.share_operations(trainer)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from wf_backends import dsp
 from wf_backends._validation import nearest, without_duplicates
-from wf_transformers import ModelOptions
+from wf_transformers import MODEL_KEYS, ModelOptions
 
 KEY = "wallfacer"
 HYBRID = "hybrid"
@@ -26,17 +26,15 @@ def load(path: str | Path) -> dict[str, Any]:
         config = json.loads(Path(path).read_text(), object_pairs_hook=without_duplicates)
     except FileNotFoundError:
         raise ValueError(f"there is no file {str(path)!r}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    except ValueError as error:  # also those of json
+        raise ValueError(f"{path} is no JSON that is taken: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold an object {{...}}, got {json.dumps(config)}")
     for key, value in config.items():
         if key not in TOP_LEVEL:
             raise ValueError(
-                f'{path}: "{key}" is an unknown key{nearest(key, TOP_LEVEL)} Known: '
-                f'{", ".join(TOP_LEVEL)}; arguments of the plugin stand under "colossalai"'
+                f'{path}: "{key}" is an unknown key{nearest(key, TOP_LEVEL)} (known: '
+                f'{", ".join(TOP_LEVEL)}); arguments of the plugin stand under "colossalai"'
             )
         if key in (KEY, "colossalai") and not isinstance(value, dict):
             raise ValueError(f'{path}: "{key}" must be a block {{...}}, got {json.dumps(value)}')
@@ -60,5 +58,5 @@ def sequence_parallel_config(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if enabled:
         return block
-    dsp.read_block(ModelOptions.split(block)[0])
+    dsp.read_block(ModelOptions.split(block)[0], MODEL_KEYS)
     return {"sequence_parallel_size": 1}

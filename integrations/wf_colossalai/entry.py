@@ -24,6 +24,7 @@ from wf_colossalai.sequence import PlainSequenceParallel
 from wf_colossalai.table import TABLE, AttentionModule
 from wf_transformers import (
     AUTOCHUNK,
+    MODEL_KEYS,
     Handle,
     ModelOptions,
     attach_compared,
@@ -82,7 +83,7 @@ def apply(
                 "every operator, and tiles would miss it"
             )
         block, model_options = ModelOptions.split(config)
-        config, stages = dsp.read_block(block)
+        config, stages = dsp.read_block(block, MODEL_KEYS)
     sp = PlainSequenceParallel(config, own_group(config.timeout) if group is None else group)
     if stages is None:
         attach_model = partial(attach, model, sp, table)

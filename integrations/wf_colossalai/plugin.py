@@ -186,7 +186,7 @@ def _check_keys(kwargs: dict[str, Any]) -> None:
         if name in REPLACED_ARGUMENTS:
             raise ValueError(f"{name}={value!r}: use {REPLACED_ARGUMENTS[name]} instead")
         if name not in known:
-            raise ValueError(f"unknown argument {name!r}{key_hint(name, known)} Known: {known}")
+            raise ValueError(f"unknown argument {name!r}{key_hint(name, known)} (known: {known})")
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

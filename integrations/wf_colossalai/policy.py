@@ -17,7 +17,7 @@ from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_colossalai.attach import attach
 from wf_colossalai.sequence import PlainSequenceParallel
 from wf_colossalai.table import TABLE, AttentionModule, find
-from wf_transformers import Handle, ModelOptions, attach_by, verify
+from wf_transformers import MODEL_KEYS, Handle, ModelOptions, attach_by, verify
 
 SUPPORTED_MODES = ("ring_attn", "all_to_all")
 
@@ -155,7 +155,7 @@ class WallFacerPolicy(Policy):
                 f"sequence_parallel_size {block['sequence_parallel_size']} of the policy must be "
                 f"the plugin's sp_size {size}; leave it out"
             )
-        config = SequenceParallelConfig.from_dict(block)
+        config = SequenceParallelConfig.from_dict(block, MODEL_KEYS)
         sp = PlainSequenceParallel(config, self.shard_config.sequence_parallel_process_group)
         return sp, model_options
 

@@ -10,7 +10,7 @@ import binascii
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import repr as short
@@ -21,10 +21,10 @@ import hjson
 from wf_backends import SequenceParallelConfig, dsp
 from wf_backends._validation import without_duplicates
 from wf_backends.dsp import Stages
-from wf_backends.parallel import key_hint
 from wf_transformers import MODEL_KEYS, ModelOptions
 
 KEY = "wallfacer"
+ENGINE_KEYS = ("enabled", "loss_average")  # of the block, for this engine
 MAX_VALUE_LENGTH = 200  # characters of a value in an error
 LossAverage = Literal["sequence", "token"]
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -106,22 +106,17 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
     block = config[KEY]
     if not isinstance(block, Mapping):
         raise ValueError(f'"{KEY}" must be a block {{...}}, got {_as_json(block)}')
-    engine_keys = ("enabled", "loss_average")
-    config_keys = (field.name for field in fields(SequenceParallelConfig))
-    known = (*engine_keys, dsp.KEY, *MODEL_KEYS, *config_keys)
-    for key in block:
-        if key not in known:
-            raise ValueError(
-                f'"{KEY}.{key}" is an unknown key{key_hint(key, known)} (known: {", ".join(known)})'
-            )
     enabled = block.get("enabled", True)
     if not isinstance(enabled, bool):
         raise ValueError(f'"{KEY}.enabled" must be true or false, got {_as_json(enabled)}')
     average = block.get("loss_average", "sequence")
     if average not in get_args(LossAverage):
         raise ValueError(f'"{KEY}.loss_average" must be "sequence" or "token", got {average!r}')
-    others, model = ModelOptions.split({k: v for k, v in block.items() if k not in engine_keys})
-    sequence_parallel, stages = dsp.read_block(others)
+    others, model = ModelOptions.split({k: v for k, v in block.items() if k not in ENGINE_KEYS})
+    try:
+        sequence_parallel, stages = dsp.read_block(others, (*ENGINE_KEYS, *MODEL_KEYS))
+    except ValueError as error:
+        raise ValueError(f'"{KEY}": {error}') from None
     if stages is not None and average != "sequence":
         raise ValueError(
             f'"{KEY}.loss_average": "{average}" contradicts "{KEY}.{dsp.KEY}", under which the '

@@ -10,7 +10,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from wf_backends._validation import nearest
+from wf_backends._validation import check_block
 from wf_backends.autochunk import autochunk
 from wf_backends.hetegen import Handle, dispatch_model
 from wf_deepspeed.config import KEY, load_config
@@ -119,15 +119,8 @@ def _check_block(block: Any) -> None:
 
 def _dispatch(model: nn.Module, block: Any, device: Any) -> Handle:
     """Split the model's weights with the settings of the "hetegen" block."""
-    if not isinstance(block, Mapping):
-        raise ValueError(f'"{KEY}.{HETEGEN}" must be a block {{...}}, got {block!r}')
+    check_block(f"{KEY}.{HETEGEN}", block, HETEGEN_KEYS, '{"max_memory": {"0": "20GB"}}')
     settings = dict(block)
-    for key in settings:
-        if key not in HETEGEN_KEYS:
-            raise ValueError(
-                f'"{HETEGEN}" may have the keys {list(HETEGEN_KEYS)}, '
-                f"got {key!r}{nearest(key, HETEGEN_KEYS)}"
-            )
     memory = settings.pop("max_memory", None)
     if not isinstance(memory, Mapping):
         raise ValueError(f'"{HETEGEN}" must have "max_memory": {{"0": "20GB"}}, got {memory!r}')

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, cast
@@ -145,8 +145,13 @@ class SequenceParallelConfig:
         return any(getattr(self, f.name) == AUTO for f in fields(self) if f.name != "kernel")
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> SequenceParallelConfig:
+    def from_dict(
+        cls, config: Mapping[str, Any], other_keys: Sequence[str] = ()
+    ) -> SequenceParallelConfig:
         """The config of a JSON object.
+
+        Args:
+            other_keys: what else the object may have, taken out by the caller: errors name them.
 
         Raises:
             ValueError: naming the key, its value and what would be right, for an unknown key the
@@ -156,9 +161,10 @@ class SequenceParallelConfig:
             raise ValueError(
                 f"a configuration must be an object of keys and values, got {config!r}"
             )
-        known = [f.name for f in fields(cls)]
+        own = [f.name for f in fields(cls)]
+        known = [*other_keys, *own]
         for key in config:
-            if key not in known:
+            if key not in own:
                 raise ValueError(f"unknown key {key!r}{key_hint(key, known)} (known keys: {known})")
         return cls(**config)
 

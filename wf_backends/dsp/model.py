@@ -6,7 +6,7 @@ the parameter gradients over the ranks, as data parallelism takes it, is the gra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -21,21 +21,27 @@ KEY = "dsp"
 LAYOUT = "contiguous"  # of a sharded dimension
 
 
-def read_block(block: Mapping[str, Any]) -> tuple[SequenceParallelConfig, Stages | None]:
+def read_block(
+    block: Mapping[str, Any], other_keys: Sequence[str] = ()
+) -> tuple[SequenceParallelConfig, Stages | None]:
     """The config from the keys of `block` without "dsp", and the `Stages` from "dsp", if given.
+
+    Args:
+        other_keys: as in `SequenceParallelConfig.from_dict`.
 
     Raises:
         ValueError: for a key of either that is unknown or has a wrong value, or a layout beside
             "dsp" that is not "contiguous".
     """
     attention_block = {key: value for key, value in block.items() if key != KEY}
+    other_keys = (KEY, *other_keys)
     if KEY not in block:
-        return SequenceParallelConfig.from_dict(attention_block), None
+        return SequenceParallelConfig.from_dict(attention_block, other_keys), None
     try:
         stages = Stages.from_dict(block[KEY])
     except ValueError as error:
         raise ValueError(f'"{KEY}": {error}') from None
-    config = SequenceParallelConfig.from_dict({"layout": LAYOUT} | attention_block)
+    config = SequenceParallelConfig.from_dict({"layout": LAYOUT} | attention_block, other_keys)
     if config.layout != LAYOUT:
         raise ValueError(
             f'"layout": "{config.layout}" contradicts "{KEY}", which cuts a dimension into '
