@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from wf_backends.kernels.merge import backward_of_blocks, forward_of_blocks
+from wf_backends.kernels.merge import backward_of_sub_tiles, forward_of_sub_tiles
 from wf_backends.kernels.protocol import Grads, Kernel, KernelSpec, OutLse, TileGrad
 from wf_backends.kernels.scores import Scores
 from wf_backends.kernels.tile_split import SubTile, row_blocks
@@ -66,7 +66,7 @@ class AlibiKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
         """See Kernel.forward."""
         if len(blocks := _blocks(q, k, band)) > 1:
-            return forward_of_blocks(self.forward, blocks, (q, k, v), scores)
+            return forward_of_sub_tiles(self.forward, blocks, (q, k, v), scores)
         q, k, row_bias = _append_distances(q, k, scores)
         out, lse = self._kernel.forward(q, k, v, replace(scores, slopes=None), band)
         return out, lse - row_bias.to(lse.dtype)
@@ -74,7 +74,7 @@ class AlibiKernel:
     def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
         """See Kernel.backward."""
         if len(blocks := _blocks(tile.q, tile.k, band)) > 1:
-            return backward_of_blocks(self.backward, blocks, tile, scores)
+            return backward_of_sub_tiles(self.backward, blocks, tile, scores)
         q, k, row_bias = _append_distances(tile.q, tile.k, scores)
         extended = tile._replace(q=q, k=k, lse=tile.lse + row_bias.to(tile.lse.dtype))
         dq, dk, dv = self._kernel.backward(extended, replace(scores, slopes=None), band)

@@ -1,5 +1,5 @@
-"""Merging the results of several tiles: of tiles with the same rows and other keys, of blocks of
-rows, and of the sub-tiles into which a tile is split where a library does not support its Band.
+"""Merging the results of several tiles: of tiles with the same rows and other keys, and of the
+sub-tiles into which a tile is split where a library does not support its Band or its size.
 
 Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_dim of queries and
 keys, e of values; s rows of a buffer, which is rows-first.
@@ -48,28 +48,51 @@ Forward = Callable[[Tensor, Tensor, Tensor, Scores, Band], OutLse]
 Backward = Callable[[TileGrad, Scores, Band], Grads]
 
 
-def forward_of_blocks(
-    forward: Forward, blocks: Sequence[SubTile], qkv: Sequence[Tensor], scores: Scores
+def forward_of_sub_tiles(
+    forward: Forward, sub_tiles: Sequence[SubTile], qkv: Sequence[Tensor], scores: Scores
 ) -> OutLse:
-    """(out, lse) of a tile in `row_blocks`; see Kernel.forward."""
+    """(out, lse) of a tile from those of its sub-tiles; see Kernel.forward.
+
+    out is in float32 or float64 if there are several, else in the dtype that `forward` returns.
+    """
     q, k, v = qkv
-    results = (
-        forward(q[:, rows], k[:, keys], v[:, keys], scores.part(rows, keys), band)
-        for rows, keys, band in blocks
-    )
-    outs, lses = zip(*results, strict=True)
-    return torch.cat(outs, 1), torch.cat(lses, 2)
+    if len(sub_tiles) == 1:  # has all rows and keys
+        return forward(q, k, v, scores, sub_tiles[0].band)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
+    lse = q.new_empty(q.shape[:3], dtype=dtype)  # b i h
+    filled_rows = 0  # rows before this one hold a result already
+    for rows, keys, band in sub_tiles:
+        args = q[:, rows], k[:, keys], v[:, keys], scores.part(rows, keys), band
+        block_out, block_lse = forward(*args)
+        block_lse = block_lse.transpose(1, 2)
+        if rows.start < filled_rows:
+            merge(out[:, rows], lse[:, rows], block_out, block_lse)
+        else:
+            out[:, rows], lse[:, rows] = block_out, block_lse
+            filled_rows = rows.stop
+    return out, lse.transpose(1, 2)
 
 
-def backward_of_blocks(
-    backward: Backward, blocks: Sequence[SubTile], tile: TileGrad, scores: Scores
+def backward_of_sub_tiles(
+    backward: Backward, sub_tiles: Sequence[SubTile], tile: TileGrad, scores: Scores
 ) -> Grads:
-    """Gradients of a tile in `row_blocks`; see Kernel.backward."""
-    dtype = torch.promote_types(tile.q.dtype, torch.float32)
-    dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (tile.q, tile.k, tile.v))
-    for rows, keys, band in blocks:
+    """Gradients of a tile from those of its sub-tiles; see Kernel.backward.
+
+    dq is in float32 or float64 if rows are in several, dk and dv if keys are; else they are in the
+    dtype of q, or that of `backward`.
+    """
+    if len(sub_tiles) == 1:  # has all rows and keys
+        return backward(tile, scores, sub_tiles[0].band)
+    _, q, k, v, *_ = tile
+    sum_dtype = torch.promote_types(q.dtype, torch.float32)
+    keys_are_in_one = sum(keys.stop - keys.start for _, keys, _ in sub_tiles) == k.shape[1]
+    keys_dtype = q.dtype if keys_are_in_one else sum_dtype
+    dq = torch.zeros_like(q, dtype=sum_dtype)
+    dk, dv = (torch.zeros_like(x, dtype=keys_dtype) for x in (k, v))
+    for rows, keys, band in sub_tiles:
         grads = backward(tile.part(rows, keys), scores.part(rows, keys), band)
-        dq[:, rows] = grads[0]
+        dq[:, rows] += grads[0]
         dk[:, keys] += grads[1]
         dv[:, keys] += grads[2]
     return dq, dk, dv
@@ -95,12 +118,7 @@ class SplitKernel:
     """The operators for the tile of q (b, i, h, d) and k (b, j, g, d) under a band."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
-        """See Kernel.forward.
-
-        Returns:
-            out (b, i, h, e), in the library's dtype if there is one sub-tile, else float32 or
-            float64; lse (b, h, i).
-        """
+        """See Kernel.forward."""
         value_dim = v.shape[3]
         if q.shape[3] != value_dim:
             q, k, v = _pad_to_same_dim(q, k, v)
@@ -108,29 +126,11 @@ class SplitKernel:
             return out[..., :value_dim], lse
         operators = self.operators(q, k, band)
         sub_tiles = operators.split(q.shape[1], k.shape[1], band)
-        if len(sub_tiles) == 1:  # has all rows and keys
-            return operators.forward(q, k, v, scores, sub_tiles[0].band)
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)  # b i h
-        filled_rows = 0  # rows before this one hold a result already
-        for rows, keys, sub_band in sub_tiles:
-            args = q[:, rows], k[:, keys], v[:, keys], scores.part(rows, keys), sub_band
-            block_out, block_lse = operators.forward(*args)
-            block_lse = block_lse.transpose(1, 2)
-            if rows.start < filled_rows:
-                merge(out[:, rows], lse[:, rows], block_out, block_lse)
-            else:
-                out[:, rows], lse[:, rows] = block_out, block_lse
-                filled_rows = rows.stop
-        return out, lse.transpose(1, 2)
+        return forward_of_sub_tiles(operators.forward, sub_tiles, (q, k, v), scores)
 
     def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
         """See Kernel.backward. The library gets out and dout in the dtype of q, and computes delta
         again from them.
-
-        Returns:
-            dq, dk and dv. dq is in float32 or float64 if rows are in several sub-tiles, dk and dv
-            if keys are; else they are in the dtype of q or the library's.
         """
         dout, q, k, v, out, lse, delta = tile
         if q.shape[3] != v.shape[3]:
@@ -142,19 +142,7 @@ class SplitKernel:
         if not dout.dtype == out.dtype == q.dtype:
             tile = TileGrad(dout.to(q.dtype), q, k, v, out.to(q.dtype), lse, delta)
         sub_tiles = operators.split(q.shape[1], k.shape[1], band)
-        if len(sub_tiles) == 1:  # has all rows and keys
-            return operators.backward(tile, scores, sub_tiles[0].band)
-        sum_dtype = torch.promote_types(q.dtype, torch.float32)
-        keys_are_in_one = sum(keys.stop - keys.start for _, keys, _ in sub_tiles) == k.shape[1]
-        keys_dtype = q.dtype if keys_are_in_one else sum_dtype
-        dq = torch.zeros_like(q, dtype=sum_dtype)
-        dk, dv = (torch.zeros_like(x, dtype=keys_dtype) for x in (k, v))
-        for rows, keys, sub_band in sub_tiles:
-            grads = operators.backward(tile.part(rows, keys), scores.part(rows, keys), sub_band)
-            dq[:, rows] += grads[0]
-            dk[:, keys] += grads[1]
-            dv[:, keys] += grads[2]
-        return dq, dk, dv
+        return backward_of_sub_tiles(operators.backward, sub_tiles, tile, scores)
 
 
 def _pad_to_same_dim(*tensors: Tensor) -> list[Tensor]:

@@ -15,7 +15,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.merge import backward_of_blocks, forward_of_blocks
+from wf_backends.kernels.merge import backward_of_sub_tiles, forward_of_sub_tiles
 from wf_backends.kernels.protocol import Grads, KernelSpec, OutLse, TileGrad
 from wf_backends.kernels.scores import Scores
 from wf_backends.kernels.tile_split import SubTile, row_blocks
@@ -55,12 +55,12 @@ class ReferenceKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
         """out = softmax(scores) v and lse = logsumexp(scores); see Kernel.forward and Scores."""
         q, k, v = _to_compute_dtype(q, k, v)
-        return forward_of_blocks(_forward, _blocks(q, k, band), (q, k, v), scores)
+        return forward_of_sub_tiles(_forward, _blocks(q, k, band), (q, k, v), scores)
 
     def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
         """Gradients of the tile, from delta and without `out`; see Kernel.backward."""
         tile = TileGrad(*_to_compute_dtype(*tile))
-        return backward_of_blocks(_backward, _blocks(tile.q, tile.k, band), tile, scores)
+        return backward_of_sub_tiles(_backward, _blocks(tile.q, tile.k, band), tile, scores)
 
 
 def _to_compute_dtype(*tensors: Tensor) -> list[Tensor]:
