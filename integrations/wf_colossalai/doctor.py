@@ -5,7 +5,6 @@ Imports only the standard library, so that it runs where other imports fail.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
@@ -31,7 +30,7 @@ def problems(installed: Callable[[str], str] = version) -> list[str]:
             return None
 
     torch, transformers, colossalai = map(get_version, ("torch", "transformers", "colossalai"))
-    if torch is None or _major_minor(torch) < MIN_TORCH:
+    if torch is None or tuple(map(int, torch.split(".")[:2])) < MIN_TORCH:
         messages.append(
             f"torch is {torch or 'missing'}, and 2.6 or newer is needed (ColossalAI with its pins "
             f"pulls torch back to 2.5.1): pip install torch==2.13.0, then {NO_PINS}"
@@ -58,8 +57,3 @@ def check() -> None:
     """Raise an ImportError with all problems of the installed packages, and their solutions."""
     if messages := problems():
         raise ImportError("WallFacer for ColossalAI cannot start. " + ". ".join(messages))
-
-
-def _major_minor(text: str) -> tuple[int, ...]:
-    """Return (2, 13) for "2.13.0+cpu"."""
-    return tuple(map(int, re.findall(r"\d+", text)[:2]))

@@ -5,14 +5,11 @@ from wf_deepspeed.cpu import without_shared_memory_op
 from wf_deepspeed.entry import initialize
 from wf_deepspeed.handle import WallFacer
 from wf_deepspeed.inference import InferenceEngine, init_inference
-from wf_deepspeed.mpu import Groups, NeutralMpu
 from wf_deepspeed.unmodified import opened
 
 __all__ = [
     "Block",
-    "Groups",
     "InferenceEngine",
-    "NeutralMpu",
     "WallFacer",
     "init_inference",
     "initialize",

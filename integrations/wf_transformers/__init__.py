@@ -23,9 +23,8 @@ from wf_transformers.families.stacks import shard_between
 from wf_transformers.folders.load import model_from_folder
 from wf_transformers.generation import ShardedCache, generate
 from wf_transformers.handle import Handle, data_parallel
-from wf_transformers.memory.checkpoints import Checkpointing
-from wf_transformers.memory.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
-from wf_transformers.models import head_of, outermost
+from wf_transformers.memory.tiles import AUTOCHUNK, TrainingBudget, plan_tiles
+from wf_transformers.models import outermost
 from wf_transformers.options import MODEL_KEYS, ModelOptions, attach_by, attach_compared
 from wf_transformers.replace import InPlaceOfTorchAttention, temporarily_replace
 from wf_transformers.whole_batches.hooks import WholeBatchHooks
@@ -33,7 +32,6 @@ from wf_transformers.whole_batches.loaders import counted_by_group
 
 __all__ = [
     "AUTOCHUNK",
-    "Checkpointing",
     "Handle",
     "InPlaceOfTorchAttention",
     "MODEL_KEYS",
@@ -42,7 +40,6 @@ __all__ = [
     "TrainingBudget",
     "WholeBatchHooks",
     "apply",
-    "apply_tiles",
     "attach",
     "attach_by",
     "attach_compared",
@@ -54,7 +51,6 @@ __all__ = [
     "data_parallel",
     "forward_kwargs",
     "generate",
-    "head_of",
     "mask_arguments",
     "model_from_folder",
     "outermost",

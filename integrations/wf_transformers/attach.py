@@ -129,30 +129,26 @@ def _seed_by_rank(model: nn.Module, handle: Handle) -> None:
     """Give every rank its own random state in training forwards, so that dropout masks differ; also
     in those of the models inside, which scripts may call for hidden states."""
     rng, documents = RankRng(handle.sp), handle.attention.documents
-    leave = eager(rng.leave)
+    restore = eager(rng.leave)
 
     @eager
-    def enter(called: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
+    def seed(called: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
         tokens = tokens_of(by_name(parameter_names(called), args, kwargs))
         if tokens is not None and model not in handle.attention.cut_by_heads:
             rng.enter(called, tokens.device)
 
-    def enter_inside(inner: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
-        if documents.running is None:  # else `model` runs, which has entered
-            enter(inner, args, kwargs)
+    def enter(called: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
+        if called is model or documents.running is None:  # else `model` runs, which has entered
+            seed(called, args, kwargs)
 
-    def leave_inside(*_: Any) -> None:
-        if documents.running is None:
-            leave()
+    def leave(called: nn.Module, *_: Any) -> None:
+        if called is model or documents.running is None:
+            restore()
 
-    handle.hooks(
-        model.register_forward_pre_hook(enter, with_kwargs=True),
-        model.register_forward_hook(leave, always_call=True),
-    )
-    for inner in inner_models(model):
+    for called in (model, *inner_models(model)):
         handle.hooks(
-            inner.register_forward_pre_hook(enter_inside, with_kwargs=True),
-            inner.register_forward_hook(leave_inside, always_call=True),
+            called.register_forward_pre_hook(enter, with_kwargs=True),
+            called.register_forward_hook(leave, always_call=True),
         )
 
 

@@ -22,7 +22,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
 )
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
-from wf_transformers import Checkpointing, ModelOptions  # noqa: E402
+from wf_transformers import ModelOptions  # noqa: E402
 from wf_transformers.memory import checkpoints  # noqa: E402
 
 OFFLOAD = {"offload": True}
@@ -167,7 +167,7 @@ def test_remove_restores_the_checkpointing_of_the_model(
 
 def test_the_key_is_split_from_those_of_sequence_parallelism() -> None:
     config = {"sequence_parallel_size": 2, "activation_checkpointing": OFFLOAD}
-    model_keys = ModelOptions(Checkpointing(offload=True))
+    model_keys = ModelOptions(checkpoints.Checkpointing(offload=True))
     assert ModelOptions.split(config) == ({"sequence_parallel_size": 2}, model_keys)
     assert ModelOptions.split({"route": "ring"}) == ({"route": "ring"}, ModelOptions())
 

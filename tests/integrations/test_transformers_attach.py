@@ -32,7 +32,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     sequence_parallel,
 )
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
-from wf_transformers.models import uses_registry  # noqa: E402
+from wf_transformers.models import head_of, uses_registry  # noqa: E402
 
 INPUTS = {"input_ids": batch(seqlen=24)["input_ids"]}
 
@@ -180,7 +180,7 @@ def test_the_meaning_of_labels_follows_from_the_class(
     family: str, model_class: Any, head: str
 ) -> None:
     model = model_class(build(family, "sdpa", {}).config)
-    assert wf_transformers.head_of(nn.ModuleList([model])) == head
+    assert head_of(nn.ModuleList([model])) == head
 
 
 @pytest.mark.parametrize(

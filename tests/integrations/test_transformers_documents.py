@@ -29,6 +29,7 @@ from wf_backends.autochunk.tiling import Tiles, TrainingPlan, apply_training  # 
 from wf_backends.comm import Communicator  # noqa: E402
 from wf_transformers.attention.documents import Documents  # noqa: E402
 from wf_transformers.batch import LAYERS_KEEP_KEYWORDS  # noqa: E402
+from wf_transformers.memory.tiles import apply_tiles  # noqa: E402
 
 IDS = batch(seqlen=8)["input_ids"]
 PACKED = {"input_ids": IDS, "cu_seqlens": (0, 3, 8)}
@@ -100,7 +101,7 @@ def test_layers_in_tiles_of_samples_know_their_documents_in_the_backward(
                 apply_training(model, plan)
             with wf_transformers.attach(model, sp) as handle:
                 if tiled and not tiled_first:
-                    wf_transformers.apply_tiles(model, handle, plan)
+                    apply_tiles(model, handle, plan)
                 local = handle.shard_batch(packed)
                 logits = model(**wf_transformers.forward_kwargs(model, local)).logits
                 handle.loss(logits, local["labels"]).backward()
