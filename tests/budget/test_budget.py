@@ -5,7 +5,6 @@ The references are the table of the ZeRO paper and formulas of bytes, written ou
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import astuple, replace
 
 import pytest
@@ -161,17 +160,6 @@ def test_data_parallel_ranks_make_sequences_longer() -> None:
     assert_increasing([job.longest(LIMIT, 1, MemoryOptions("device")) for job in jobs])
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: replace(LLAMA, layers=0), "layers must be a positive integer, got 0"),
-        (lambda: training(0), "sequence_parallel_size must be a positive integer, got 0"),
-        (lambda: MemoryOptions("disk"), "checkpoints must be one of .*, got 'disk'"),
-        (lambda: MemoryOptions(tile=-1), "tile must be a number of tokens, 0 for all, got -1"),
-        (lambda: training().states(4), r"stage must be one of \[0, 1, 2, 3\], got 4"),
-    ],
-    ids=["layers", "sequence_parallel_size", "checkpoints", "tile", "stage"],
-)
-def test_wrong_number_is_refused_by_name(build: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build()
+def test_wrong_number_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="layers must be a positive integer, got 0"):
+        replace(LLAMA, layers=0)

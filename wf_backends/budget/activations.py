@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wf_backends._validation import one_of
 from wf_backends.budget.model import Decoder, Layer
 
 CHECKPOINTS = ("none", "device", "host")
@@ -25,21 +24,12 @@ TOKEN_BYTES = 32  # ids, labels and positions of one token
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:
-    """How a training step keeps memory low.
-
-    Raises:
-        ValueError: for an unknown `checkpoints`, or a tile below 0.
-    """
+    """How a training step keeps memory low."""
 
     checkpoints: str = "device"
-    """Activation checkpointing: "none", or where the input of each layer is kept."""
+    """Activation checkpointing, one of CHECKPOINTS: none, or where each layer's input is kept."""
     tile: int = 0
     """Tokens of one tile of MLP and loss, which the backward computes again; 0 = no tiles."""
-
-    def __post_init__(self) -> None:
-        one_of("checkpoints", self.checkpoints, CHECKPOINTS)
-        if self.tile < 0:
-            raise ValueError(f"tile must be a number of tokens, 0 for all, got {self.tile!r}")
 
 
 @dataclass(frozen=True, slots=True)

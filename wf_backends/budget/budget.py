@@ -5,19 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from wf_backends._validation import MAX_TOKENS, positive
+from wf_backends._validation import MAX_TOKENS
 from wf_backends.budget.activations import Activations, MemoryOptions, activations
 from wf_backends.budget.model import Decoder
-from wf_backends.budget.states import STAGES, Buckets, States, states
+from wf_backends.budget.states import Buckets, States, states
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A training job: the model, its ranks, and how they share sequences.
-
-    Raises:
-        ValueError: naming a number that is not positive.
-    """
+    """A training job: the model, its ranks, and how they share sequences."""
 
     model: Decoder
     sequence_parallel_size: int
@@ -30,22 +26,12 @@ class Training:
     """Sequence-parallel groups, each with other sequences."""
     buckets: Buckets = Buckets()
 
-    def __post_init__(self) -> None:
-        for name in ("sequence_parallel_size", "batch", "data_parallel_size"):
-            positive(name, getattr(self, name))
-
     def tokens(self, seqlen: int) -> int:
         """Tokens of a rank, of all samples of its batch."""
         return self.batch * -(-seqlen // self.sequence_parallel_size)
 
     def states(self, stage: int) -> States:
-        """Parameters, gradients and optimizer states of a rank.
-
-        Raises:
-            ValueError: for a stage that ZeRO does not have.
-        """
-        if stage not in STAGES:
-            raise ValueError(f"stage must be one of {list(STAGES)}, got {stage!r}")
+        """Parameters, gradients and optimizer states of a rank; `stage` is one of STAGES."""
         ranks = self.sequence_parallel_size * self.data_parallel_size
         return states(self.model, stage, ranks, self.buckets)
 
