@@ -243,6 +243,14 @@ def test_a_recurrence_whose_state_is_not_in_the_cache_is_refused():
     assert "recurrences whose states transformers' cache keeps" in refusal(griffin, prompts())
 
 
+def test_an_indexer_is_refused_before_the_padding_of_its_samples():
+    """Whose borders it would take for wrong ones."""
+    mask = torch.ones(2, PROMPT).long()
+    mask[1, :4] = 0
+    text = refusal(lambda: build(FAMILIES["deepseek_v32"]), prompts(), attention_mask=mask)
+    assert "chooses its keys by an indexer, beside generation" in text
+
+
 def test_a_layer_that_is_called_twice_is_refused():
     def shared() -> Any:
         model: Any = llama()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from wf_transformers.batch import is_causal
 from wf_transformers.calls import CACHES, parameter_names
+from wf_transformers.families.indexers import CHOICES
 from wf_transformers.families.media_counts import merging_model
 from wf_transformers.families.mixing import mixers_in
 from wf_transformers.families.stacks import stacks_of
@@ -17,7 +18,7 @@ from wf_transformers.generation.forwards import Forwards, check_same
 from wf_transformers.generation.media import take_media
 from wf_transformers.generation.states import has_state
 from wf_transformers.handle import Handle
-from wf_transformers.models import outermost
+from wf_transformers.models import outermost, row_of
 
 REPLACED = {"cache_implementation": None, "use_cache": True}
 """Options that do not matter where a checkpoint's generation config has them."""
@@ -78,6 +79,11 @@ def _refuse_model(model: Any, handle: Handle) -> None:
         )
     if model.training:
         raise ValueError(f"{name} is in training mode, with dropout: call model.eval() first")
+    if any(row_of(CHOICES, layer) for layer in model.modules()):
+        raise NotImplementedError(
+            f"{name} chooses its keys by an indexer, beside generation: generate on one process, "
+            "with a model that is not attached"
+        )
     models = outermost(model)
     mixes = len(models) != 1 or stacks_of(models[0])
     lacks_state = any(
