@@ -93,7 +93,7 @@ def tokens_of(arguments: Mapping[str, Any]) -> Tensor | None:
 def required_tokens(arguments: Mapping[str, Any]) -> Tensor:
     """As `tokens_of`, of a call or batch that must have tokens."""
     if (tokens := tokens_of(arguments)) is None:
-        raise ValueError(f'"input_ids" (b, S) must be given, got the keys {sorted(arguments)}')
+        raise ValueError(f'"input_ids" must be given, got the keys {sorted(arguments)}')
     return tokens
 
 

@@ -201,5 +201,5 @@ def test_a_classifier_called_without_tokens_is_refused_by_name() -> None:
         WholeBatchHooks(model, attach_model(model, sequence_parallel(comm)))
         model(labels=torch.ones(1))
 
-    with pytest.raises(ValueError, match=r'"input_ids" \(b, S\) must be given'):
+    with pytest.raises(ValueError, match=r'"input_ids" must be given'):
         run_threads(1, rank)
