@@ -31,6 +31,11 @@ def transformers_class(module: nn.Module) -> type:
     return next(iter(transformers_classes(type(module))), type(module))
 
 
+def file_of(module: nn.Module) -> Any:
+    """The file of transformers that defines the class of a module, or its base class."""
+    return sys.modules[transformers_class(module).__module__]
+
+
 def row_of(table: Mapping[str, Row], module: nn.Module) -> Row | None:
     """The table's value for a module, by the name of its transformers class or of a base of it."""
     names = (cls.__name__ for cls in transformers_classes(type(module)))

@@ -7,7 +7,6 @@ Shapes: b batch, s tokens of this rank, N experts.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_transformers.calls import ROUTER_LOGITS, Kwargs, by_name, parameter_names, wants_output
 from wf_transformers.handle import Handle
-from wf_transformers.models import outermost, transformers_class
+from wf_transformers.models import file_of, outermost
 
 ROUTER_MASK = "router_mask"
 """Keyword argument from `forward_kwargs`: (b, s), 1 where a token of this rank counts."""
@@ -34,8 +33,9 @@ NO_MASK = (
 def has_router_loss(model: nn.Module) -> bool:
     """Whether the model can add that loss to its own, with the function of its file."""
     attributes = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
-    file = sys.modules[transformers_class(model).__module__]
-    return hasattr(file, LOSS_FUNCTION) and all(hasattr(model, name) for name in attributes)
+    return hasattr(file_of(model), LOSS_FUNCTION) and all(
+        hasattr(model, name) for name in attributes
+    )
 
 
 def wants_router_loss(model: nn.Module, arguments: Mapping[str, Any]) -> bool:

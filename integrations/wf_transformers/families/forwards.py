@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from wf_transformers.calls import CACHE_NAMES, CACHES, refuse_unsupported
-from wf_transformers.models import transformers_class
+from wf_transformers.models import file_of, transformers_class
 from wf_transformers.replace import InPlaceOfTorchAttention
 
 
@@ -74,11 +73,6 @@ def _sdpa_class(module: Any) -> Any:
         if sdpa_class is not None:
             return sdpa_class
     return module_class
-
-
-def file_of(module: Any) -> Any:
-    """The file of transformers that defines the class of a module, or its base class."""
-    return sys.modules[transformers_class(module).__module__]
 
 
 def method_attn(

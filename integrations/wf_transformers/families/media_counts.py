@@ -7,7 +7,6 @@ for features, and returns the features of each medium.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_transformers.models import transformers_class
+from wf_transformers.models import file_of, transformers_class
 
 Tensors = Mapping[str, Tensor]
 Count = Callable[[Any, "Modality", Tensors, int], Tensor | list[int]]
@@ -103,7 +102,7 @@ def by_frames(model: Any, _: Modality, media: Tensors, __: int) -> Tensor:
     frames, tower = media[FRAMES].sum(dim=1), merging_model(model).audio_tower
     if hasattr(tower, LENGTHS):
         return getattr(tower, LENGTHS)(frames)[1]
-    lengths: Any = vars(sys.modules[transformers_class(tower).__module__])[LENGTHS]  # Qwen3-Omni
+    lengths = getattr(file_of(tower), LENGTHS)  # Qwen3-Omni
     chunk = 2 * tower.n_window
     if frames.min() < min(chunk, int(frames.max())):
         raise NotImplementedError(
@@ -130,7 +129,7 @@ def packed(model: Any, _: Modality, media: Tensors, __: int) -> Tensor:
     """LLaVA-NeXT and LLaVA-OneVision: the model's own code joins the tiles of an image."""
     inner, config, sizes = merging_model(model), model.config, media["image_sizes"]
     cls, side = transformers_class(inner), config.vision_config.image_size
-    count: Any = vars(sys.modules[cls.__module__])["image_size_to_num_patches"]
+    count = file_of(inner).image_size_to_num_patches
     numbers = media[NUMBERS].tolist() if NUMBERS in media else [1] * len(sizes)
     is_cut = [number == 1 for number in numbers for _ in range(number)]
     points = config.image_grid_pinpoints

@@ -23,7 +23,6 @@ from wf_transformers.families.forwards import (
     bloom,
     deepseek,
     falcon,
-    file_of,
     forward_with_our_sdpa,
     method_attn,
     mpt,
@@ -31,7 +30,13 @@ from wf_transformers.families.forwards import (
     umt5,
 )
 from wf_transformers.families.stacks import stacks_of
-from wf_transformers.models import REGISTRY, row_of, transformers_class, with_torch_attention
+from wf_transformers.models import (
+    REGISTRY,
+    file_of,
+    row_of,
+    transformers_class,
+    with_torch_attention,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
