@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wf_backends.parallel.sharding import SliceArguments
+from wf_backends.parallel.sequence_parallel import SliceArguments
 from wf_backends.schedule import Range
 
 HIDDEN = -1e4

@@ -7,14 +7,16 @@ of queries and keys, e of values.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, TypedDict, Unpack
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from wf_backends._compile import eager
+from wf_backends._validation import MAX_TOKENS, positive
 from wf_backends.cluster import JobTopology, Topology, cache_folder
 from wf_backends.comm import GroupComm, MpiComm, Shared, fingerprint, make_comm, sum_over_ranks
 from wf_backends.config import SequenceParallelConfig, checked
@@ -22,12 +24,19 @@ from wf_backends.launch import refuse_other_value
 from wf_backends.parallel.attention import AttentionMethod, DistributedAttention
 from wf_backends.parallel.data import mask_arguments, prepare_batch
 from wf_backends.parallel.loss import count_valid, token_loss
-from wf_backends.parallel.sharding import Sharding
-from wf_backends.runtime import take_shard
-from wf_backends.schedule import padding_multiple
+from wf_backends.runtime import dimension, gather_shards, linear_map, positions, take_shard
+from wf_backends.schedule import Layout, layout_of, make_layout, make_mask, padding_multiple
 
 
-class SequenceParallel(AttentionMethod, Sharding, Shared):
+class SliceArguments(TypedDict, total=False):
+    """The mask as slices, which determine the balanced layout; see `schedule.make_mask`."""
+
+    q_ranges: Sequence[tuple[int, int]] | None
+    k_ranges: Sequence[tuple[int, int]] | None
+    attn_mask_types: Sequence[str] | None
+
+
+class SequenceParallel(AttentionMethod, Shared):
     """Exact attention, batches and losses over one sequence-parallel group.
 
     Args:
@@ -63,6 +72,84 @@ class SequenceParallel(AttentionMethod, Sharding, Shared):
         hosts = JobTopology(self.comm, config.topology, topology, cache_folder(os.environ))
         self._attention = DistributedAttention(config, self.comm, hosts)
         self._consistency = self._attention.consistency
+
+    @eager
+    def shard(
+        self,
+        x: Tensor,
+        dim: int = 1,
+        cu_seqlens: Sequence[int] | None = None,
+        **slices: Unpack[SliceArguments],
+    ) -> Tensor:
+        """This rank's rows of a tensor that every rank holds whole, in layout order.
+
+        The backward gathers: every rank gets the gradient of the whole tensor.
+
+        Args:
+            x: (..., S, ...), any dtype, the same on every rank.
+            dim: the dimension of x that is the sequence.
+            cu_seqlens: the borders of packed documents; only the document_zigzag layout needs them.
+            slices: q_ranges, k_ranges and attn_mask_types as in `attention`; only the balanced
+                layout needs them.
+
+        Returns:
+            (..., s, ...), a copy.
+
+        Raises:
+            ValueError: if the sequence is too short for the layout, documents or slices that the
+                layout needs are missing or do not fit, or x has no such dim.
+        """
+        dim = dimension(x, dim)
+        layout = self._layout(x.shape[dim], cu_seqlens, **slices)
+        take = partial(take_shard, self.comm, layout, dim)
+        gather = partial(gather_shards, self.comm, layout, dim)
+        return linear_map(x, take, gather, "shard")
+
+    @eager
+    def unshard(
+        self,
+        x: Tensor,
+        dim: int = 1,
+        cu_seqlens: Sequence[int] | None = None,
+        **slices: Unpack[SliceArguments],
+    ) -> Tensor:
+        """The whole tensor, in sequence order, on every rank; its gradient is split as by `shard`.
+
+        All ranks have to use the whole tensor in the same way: a loss that every rank computes
+        from it counts once, not P times.
+
+        Args:
+            x: (..., s, ...), any dtype, this rank's rows as `shard` gives them.
+            dim, cu_seqlens, slices: as those of `shard`.
+
+        Returns:
+            (..., S, ...).
+
+        Raises:
+            ValueError: if the ranks' tensors are not the shards of one tensor, or have no such dim.
+        """
+        with self._consistency:  # an error in this block is raised on all ranks
+            dim = dimension(x, dim)
+            mask = make_mask(cu_seqlens=cu_seqlens, **slices)
+        other_sizes = [size for axis, size in enumerate(x.shape) if axis != dim]
+        same = {"dtype": fingerprint(x.dtype), "shape beside dim": fingerprint(other_sizes)}
+        # Not remembered: other ranks' rows may change in a call where this rank's do not.
+        lengths = self._consistency.check(same, {"rows": x.shape[dim]}, x, remember=False)
+        layout = layout_of(self.config.layout, lengths["rows"], mask, f"dim {dim} of x")
+        gather = partial(gather_shards, self.comm, layout, dim)
+        take = partial(take_shard, self.comm, layout, dim)
+        return linear_map(x, gather, take, "unshard")
+
+    def positions(
+        self,
+        seqlen: int,
+        device: torch.device | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+        **slices: Unpack[SliceArguments],
+    ) -> Tensor:
+        """(s,) int64: the global positions of this rank's rows of a sequence of `seqlen`."""
+        positive("seqlen", seqlen, MAX_TOKENS)
+        return positions(self._layout(seqlen, cu_seqlens, **slices)[self.rank], device)
 
     @eager
     def shard_batch(
@@ -146,6 +233,15 @@ class SequenceParallel(AttentionMethod, Sharding, Shared):
         sent = {label: num_bytes for label, num_bytes in self.comm.sent.items() if num_bytes}
         self.comm.sent.clear()
         return sent
+
+    def _layout(
+        self,
+        seqlen: int,
+        cu_seqlens: Sequence[int] | None = None,
+        **slices: Unpack[SliceArguments],
+    ) -> Layout:
+        mask = make_mask(cu_seqlens=cu_seqlens, seqlen=seqlen, **slices)
+        return make_layout(self.config.layout, self.size, seqlen, mask.cu_seqlens, mask.slices)
 
 
 def _checksum(x: Tensor) -> int:
