@@ -11,14 +11,13 @@ from wf_backends.dsp.first_forward import (
     warn,
 )
 from wf_backends.dsp.layout_tracker import LayoutTracker
-from wf_backends.dsp.model import KEY, LAYOUT, read_block, spread
+from wf_backends.dsp.model import KEY, read_block, spread
 from wf_backends.dsp.stages import Stages
 from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded, Sizes, chunk_sizes
 
 __all__ = [
     "DynamicSequenceParallel",
     "KEY",
-    "LAYOUT",
     "LayoutTracker",
     "Mode",
     "NARROW_TOLERANCES",

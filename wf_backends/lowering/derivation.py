@@ -27,11 +27,6 @@ def lower(problem: Problem, rank: int) -> RankProgram:
         return _derivation(problem).program(rank)
 
 
-@lru_cache(maxsize=16)
-def _derivation(problem: Problem) -> _Derivation:
-    return _Derivation(problem)
-
-
 class _Derivation:
     """Derives the programs of a problem, and keeps what several ranks need."""
 
@@ -80,6 +75,9 @@ class _Derivation:
                 for tile in unmarked
             ]
             yield replace(messages, tiles=tuple(marked))
+
+
+_derivation = lru_cache(maxsize=16)(_Derivation)
 
 
 class _WrittenRows:

@@ -78,15 +78,11 @@ def balanced(num_ranks: int, seqlen: int, slices: tuple[Slice, ...]) -> Layout:
     in the sequence.
 
     Raises:
-        ValueError: if there are fewer tokens than ranks.
+        ValueError: if there are fewer tokens than ranks, or a slice ends beyond the sequence.
     """
     if seqlen < num_ranks:
         raise _too_short("balanced", seqlen, num_ranks, num_ranks)
-    for slice_ in slices:
-        if slice_.q[1] > seqlen:
-            raise ValueError(
-                f"q_ranges must end within the sequence of {seqlen} tokens, got {slice_.q}"
-            )
+    Mask(slices=slices).check_lengths(seqlen, seqlen)
     load = slices_load(slices, seqlen)
     densest_first = sorted(load.segments, key=lambda segment: (-segment.density, segment.start))
     return tuple(sorted(fill_evenly(num_ranks, load, densest_first)))
