@@ -30,6 +30,7 @@ from wf_transformers.calls import (
     takes_any_keyword,
     tokens_of,
 )
+from wf_transformers.families.compressors import compress_over_ranks
 from wf_transformers.families.experts import RouterLoss, has_router_loss
 from wf_transformers.families.indexers import choose_over_ranks
 from wf_transformers.families.media_features import hook_media
@@ -106,6 +107,7 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
     """Do what a registered name alone cannot: modules without the registry, documents, patches."""
     spread_mixers(model, handle)
     choose_over_ranks(model, handle)
+    compress_over_ranks(model, handle)
     if not stacks_of(model):
         correct_positions(model, handle)
     if handle.sp.size > 1:

@@ -144,6 +144,32 @@ MINIMAX_M3 = {
     "index_block_size": 3,
     "index_topk_blocks": 3,
 }
+DEEPSEEK_V4 = {
+    **LLAMA,
+    "num_hidden_layers": 3,
+    "layer_types": [
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+        "sliding_attention",
+    ],
+    "compress_rates": {"heavily_compressed_attention": 5, "compressed_sparse_attention": 2},
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "sliding_window": 4,
+    "head_dim": 16,
+    "num_key_value_heads": 1,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 16,
+    "o_lora_rank": 8,
+    "o_groups": 2,
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+    "index_topk": 3,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "hc_mult": 2,
+    "pad_token_id": 0,
+}
 FALCON = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "multi_query": True}
 BLOOM = {"hidden_size": 32, "n_head": 4, "n_layer": 2, "vocab_size": VOCAB, **FALCON}
 
@@ -248,6 +274,9 @@ FAMILIES = {
     ),
     "glm5_next": Family("Glm5NextForConditionalGeneration", "Glm5NextConfig", GLM5_NEXT),
     "minimax_m3": Family("MiniMaxM3VLForCausalLM", "MiniMaxM3VLTextConfig", MINIMAX_M3),
+    "deepseek_v4": Family(
+        "DeepseekV4ForCausalLM", "DeepseekV4Config", DEEPSEEK_V4, reference="eager"
+    ),
     "bert": Family("BertForMaskedLM", "BertConfig", ENCODER, masked_lm=True),
     "roberta": Family("RobertaForMaskedLM", "RobertaConfig", ENCODER, masked_lm=True),
     "xlm_roberta": Family("XLMRobertaForMaskedLM", "XLMRobertaConfig", ENCODER, masked_lm=True),
@@ -256,6 +285,12 @@ FAMILIES = {
         "ModernBertForMaskedLM", "ModernBertConfig", {**ENCODER, **MODERN}, masked_lm=True
     ),
 }
+
+NOT_GENERATING = (
+    *("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3", "mistral_large4", "minimax_m3"),
+    *("glm5_next", "deepseek_v4"),
+)
+"""Families whose generation is refused: their layers choose keys by an indexer, or merge them."""
 
 
 class NoFloat32(TorchFunctionMode):

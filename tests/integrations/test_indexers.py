@@ -16,20 +16,20 @@ pytest.importorskip("transformers")
 
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
-from tests.integrations.families import FAMILIES, batch, build  # noqa: E402
+from tests.integrations.families import FAMILIES, NOT_GENERATING, batch, build  # noqa: E402
 from tests.integrations.transformers_models import sequence_parallel  # noqa: E402
-from wf_transformers.families import indexers  # noqa: E402
+from wf_transformers.families import compressors, indexers  # noqa: E402
 
 BORDERS = (0, 9, 23)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "document_zigzag"])
-@pytest.mark.parametrize("name", ["glm_moe_dsa", "minimax_m3", "glm5_next"])
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "minimax_m3", "glm5_next", "deepseek_v4"])
 def test_packed_documents_choose_as_each_alone_also_when_layers_run_again(
     name: str, layout: str
 ) -> None:
     ids = batch()["input_ids"]
-    model: Any = build(FAMILIES[name])
+    model: Any = build(FAMILIES[name], FAMILIES[name].reference)
     models: list[Any] = [build(FAMILIES[name]).train() for _ in range(2)]
     alone = [model(ids[:, start:stop]).logits for start, stop in pairwise(BORDERS)]
     expected = torch.cat(alone, dim=1)
@@ -53,17 +53,22 @@ def test_packed_documents_choose_as_each_alone_also_when_layers_run_again(
         torch.testing.assert_close(summed, grad, rtol=0, atol=1e-5 * float(grad.abs().max()))
 
 
-def test_dropout_and_generation_are_refused() -> None:
-    models = [build(FAMILIES["deepseek_v32"], attention_dropout=0.1).train() for _ in range(2)]
+@pytest.mark.parametrize("name", NOT_GENERATING)
+def test_dropout_and_generation_are_refused(name: str) -> None:
+    family = FAMILIES[name]
+    sizes = {"attention_dropout": 0.1}
+    if "text_config" in family.sizes:
+        sizes = {"text_config": {**family.sizes["text_config"], **sizes}}
+    models = [build(family, **sizes).train() for _ in range(2)]
     ids = batch()["input_ids"]
 
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm), models[comm.rank]
         with wf_transformers.attach(model, sp, verify=False) as handle:
             local = wf_transformers.forward_kwargs(model, sp.shard_batch(batch()))
-            with pytest.raises(NotImplementedError, match="chooses its keys .* dropout"):
+            with pytest.raises(NotImplementedError, match="chooses its keys, .* dropout"):
                 model(**local)
-            with pytest.raises(NotImplementedError, match="chooses its keys .* generation"):
+            with pytest.raises(NotImplementedError, match="chooses its keys .*generation"):
                 wf_transformers.generate(model.eval(), handle, ids, max_new_tokens=2)
 
     run_threads(2, rank)
@@ -76,27 +81,31 @@ def test_a_removed_handle_leaves_the_model_as_it_was() -> None:
     assert torch.equal(model(**inputs).logits, expected)
 
 
-@pytest.mark.parametrize(("name", "indexers_of_model"), [("deepseek_v32", 3), ("glm5_next", 1)])
+@pytest.mark.parametrize(
+    ("name", "num_modules"),
+    [("deepseek_v32", 4 * 3), ("glm5_next", 4), ("deepseek_v4", 5)],  # modules in its indexers
+)
 def test_modules_of_an_indexer_run_once_however_many_blocks_its_rows_make(
-    monkeypatch: pytest.MonkeyPatch, name: str, indexers_of_model: int
+    name: str, num_modules: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ZeRO 3 gathers a module's parameters at each call, on all ranks; blocks are a rank's own."""
-    ids = batch()["input_ids"]
-    models = [build(FAMILIES[name]) for _ in range(3)]
+    ids, family = batch()["input_ids"], FAMILIES[name]
+    models = [build(family, family.reference) for _ in range(3)]
     expected = models[2](input_ids=ids).logits
-    monkeypatch.setattr(indexers, "SCORES_OF_BLOCK", 1)
+    for file in (indexers, compressors):
+        monkeypatch.setattr(file, "SCORES_OF_BLOCK", 1)
 
-    def rank(comm: Any) -> tuple[int, Tensor]:
+    def rank(comm: Any) -> tuple[list[str], Tensor]:
         sp, model, calls = sequence_parallel(comm), models[comm.rank], list[str]()
         for name, module in model.named_modules():
-            if ".indexer." in name:
+            if ".indexer." in name and next(module.parameters(), None) is not None:
                 module.register_forward_hook(lambda *_, name=name: calls.append(name))
         with wf_transformers.attach(model, sp, verify=False):
             inputs = wf_transformers.forward_kwargs(model, sp.shard_batch({"input_ids": ids}))
             logits = sp.unshard(model(**inputs).logits)
-        assert sorted(calls) == sorted(set(calls))
-        return len(calls), logits[:, : ids.shape[1]]
+        return sorted(calls), logits[:, : ids.shape[1]]
 
-    for num_calls, logits in run_threads(2, rank):
-        assert num_calls == 4 * indexers_of_model  # of 4 modules
+    (calls, _), (other_calls, _) = results = run_threads(2, rank)
+    assert calls == other_calls == sorted(set(calls)) and len(calls) == num_modules
+    for _, logits in results:
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)

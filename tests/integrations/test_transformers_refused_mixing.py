@@ -22,21 +22,6 @@ from tests.integrations.transformers_models import (  # noqa: E402
 from wf_backends import SequenceParallel  # noqa: E402
 
 
-@pytest.mark.skipif(not hasattr(tf, "DeepseekV4Config"), reason="this transformers has none")
-def test_sparse_attention_is_refused_before_it_shows() -> None:
-    """A compressor has no effect on short sequences, so that a comparison might pass."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "o_groups": 2}
-    latents = {"q_lora_rank": 16, "o_lora_rank": 8, "qk_rope_head_dim": 8}
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 32, "pad_token_id": 0}
-    model = tf.DeepseekV4ForCausalLM(tf.DeepseekV4Config(**sizes, **heads, **latents))
-
-    def rank(comm: Any) -> None:
-        with pytest.raises(NotImplementedError, match=r"self_attn\.compressor is a compressor"):
-            wf_transformers.attach(model, sequence_parallel(comm))
-
-    run_threads(2, rank)
-
-
 @pytest.mark.parametrize("apply", [False, True])
 def test_a_convolution_over_tokens_inside_a_model_is_refused(apply: bool) -> None:
     """By `apply`; without it by `forward_kwargs`. One over single tokens is accepted."""

@@ -8,7 +8,7 @@ from wf_backends.runtime.attention import (
 )
 from wf_backends.runtime.autograd import first_order_only, linear_map
 from wf_backends.runtime.learned import Learned, with_sinks
-from wf_backends.runtime.messages import Messages, accumulator_dtype, fuse
+from wf_backends.runtime.messages import Messages, accumulator_dtype, add, fuse, scatter
 from wf_backends.runtime.shards import dimension, gather_shards, positions, take_shard
 from wf_backends.runtime.surrogate_out import SurrogateOut
 from wf_backends.runtime.ulysses import (
@@ -31,6 +31,7 @@ __all__ = [
     "Messages",
     "SurrogateOut",
     "accumulator_dtype",
+    "add",
     "dimension",
     "first_order_only",
     "fuse",
@@ -40,6 +41,7 @@ __all__ = [
     "make_head_exchange",
     "linear_map",
     "positions",
+    "scatter",
     "take_shard",
     "tokens_for_heads",
     "with_sinks",

@@ -24,9 +24,9 @@ from torch import Tensor
 from wf_backends._compile import eager
 from wf_backends.comm import ConsistencyCheck, Shared, fingerprint
 from wf_backends.parallel import SequenceParallel, Softmax, check_tensors, make_softmax
-from wf_backends.runtime import heads_for_tokens, make_head_exchange, with_sinks
 from wf_backends.schedule import Layout, Mask, layout_of, make_mask
-from wf_backends.sparse.rows import Columns, RowsAttention
+from wf_backends.sparse.needed_rows import all_rows, gather_needed
+from wf_backends.sparse.rows import Columns, attend_to_rows
 
 
 class SparseAttention(Shared):
@@ -119,21 +119,8 @@ class SparseAttention(Shared):
     ) -> Tensor:
         """(b, s, h, e) in q's dtype, from this rank's `rows` (b, s, g, w) of keys and values."""
         with torch.autocast(q.device.type, enabled=False):
-            table, scale = self._gather(rows, layout), softmax.scores.scale
-            out, lse = RowsAttention.apply(q, table, chosen, scale, columns)
-            if softmax.learned.sinks is None:
-                return out
-            rows_first = out.transpose(0, 1), lse.transpose(0, 1)
-            merged, _ = with_sinks(*rows_first, softmax.learned.sinks)
-            return merged.transpose(0, 1).to(q.dtype)
-
-    def _gather(self, x: Tensor, layout: Layout) -> Tensor:
-        """(b, s, g, w), this rank's rows -> (b, S, g, w), all rows in sequence order. The gradient
-        is summed over the ranks, each of which has used the rows in its own way."""
-        exchange = make_head_exchange(layout, self._sp.size, self._sp.size)
-        for_each_rank = x.flatten(2).unsqueeze(2).expand(-1, -1, self._sp.size, -1)
-        whole = heads_for_tokens(for_each_rank, exchange, self._sp.comm, "chosen keys")
-        return whole.squeeze(2).unflatten(2, x.shape[2:])
+            table = gather_needed(self._sp.comm, layout, all_rows(layout), rows, "chosen keys")
+            return attend_to_rows(q, table, chosen, softmax, columns)
 
 
 def _in_latents(q: Tensor, up_k: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wf_backends.runtime import accumulator_dtype, first_order_only
+from wf_backends.parallel import Softmax
+from wf_backends.runtime import accumulator_dtype, first_order_only, with_sinks
 
 BLOCK_ELEMENTS = 1 << 24
 """Of the keys and values that a block reads: 64 MiB in float32."""
@@ -27,6 +28,18 @@ class Columns(NamedTuple):
 
     key: slice
     value: slice
+
+
+def attend_to_rows(
+    q: Tensor, table: Tensor, chosen: Tensor, softmax: Softmax, columns: Columns
+) -> Tensor:
+    """(b, s, h, e) in q's dtype, with the sinks of `softmax`; the rest as in `RowsAttention`."""
+    out, lse = RowsAttention.apply(q, table, chosen, softmax.scores.scale, columns)
+    if softmax.learned.sinks is None:
+        return out
+    rows_first = out.transpose(0, 1), lse.transpose(0, 1)
+    merged, _ = with_sinks(*rows_first, softmax.learned.sinks)
+    return merged.transpose(0, 1).to(q.dtype)
 
 
 class RowsAttention(torch.autograd.Function):

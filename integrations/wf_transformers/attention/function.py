@@ -15,8 +15,8 @@ from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_backends.comm import Shared
 from wf_backends.schedule import SLICE_ARGUMENTS
-from wf_backends.sparse import SparseAttention
 from wf_transformers.attention.blocks import BLOCKS, masks_with_blocks
+from wf_transformers.attention.chosen import HAS_ENTRIES, ChosenAttention, split_entries
 from wf_transformers.attention.documents import Documents, by_sample
 from wf_transformers.attention.llama4 import chunk_borders, scaled_by_position
 from wf_transformers.attention.masks import MaskCheck, padding_of
@@ -32,10 +32,11 @@ SCORE_OPTIONS: Mapping[str, str] = MappingProxyType(
         "kv_up": "kv_up",  # key and value are latents (b, 1, s, ...)
         "indices": "chosen",  # (b, s, g or 1, t), the keys that each row sees
         "block_indices": "chosen",
+        "entries": "entries",  # (b, T, d), beside the keys of a window; "indices" are of them
     }
 )
-"""Keyword arguments of layers about their scores -> parameters of `SequenceParallel.attention`, or
-of `SparseAttention`."""
+"""Keyword arguments of layers about their scores -> parameters of `SequenceParallel.attention`, of
+`SparseAttention` or of `CompressedAttention`."""
 
 MASK_IS_CHOICE = "mask_is_choice"
 """Keyword argument of layers: whether what they pass as the mask is the chosen keys."""
@@ -67,7 +68,7 @@ class Attention(Shared):
         self.drops = True
         """Whether dropout is applied where a layer wants it."""
         self.check_mask = MaskCheck()
-        self._sparse = SparseAttention(sp)
+        self.chosen = ChosenAttention(sp)
         self._layer_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
     def __call__(
@@ -106,6 +107,8 @@ class Attention(Shared):
         self.was_called = True
         if not torch.compiler.is_compiling() and _wants_weights(module, sys._getframe(1)):
             kwargs["output_attentions"] = True
+        if kwargs.pop(HAS_ENTRIES, False):
+            key, value, attention_mask = split_entries(query, key, attention_mask, kwargs)
         self._check(module, query, key, kwargs)
         if kwargs.get(MASK_IS_CHOICE):
             kwargs["indices"], attention_mask = attention_mask, None
@@ -184,7 +187,7 @@ class Attention(Shared):
         if name is None:
             name = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}"
         if chosen is not None:
-            return self._attend_to_chosen(q, k, v, chosen, name, **options)
+            return self.chosen(q, k, v, chosen, name, **options)
         if self.cache is not None and self.cache.length:
             return self.cache.attention(module, q, k, v, **options)
         if self.cache is not None:
@@ -194,25 +197,6 @@ class Attention(Shared):
         samples = zip(*(x.split(1) for x in (q, k, v)), masks, strict=True)
         out = [self.sp.attention(*qkv, **{**options, **mask}, name=name) for *qkv, mask in samples]
         return torch.cat(out)
-
-    def _attend_to_chosen(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        chosen: Tensor,
-        name: str,
-        causal: bool,
-        window_size: tuple[int, int],
-        seqlen: int | None,
-        dropout_p: float,
-        **options: Any,
-    ) -> Tensor:
-        """Attention to the keys that an indexer chose, all of which a row may see (indexers.py)."""
-        if dropout_p or self.cache is not None or not causal or window_size != (-1, -1):
-            what = "generation" if self.cache is not None else "a window, dropout or full attention"
-            raise NotImplementedError(f"{name} chooses its keys by an indexer, beside {what}")
-        return self._sparse(q, k, v, chosen, **options, name=name)
 
     def record_layer_names(self, model: nn.Module) -> None:
         """Keep the qualified name of every module of a model, for reports and errors."""

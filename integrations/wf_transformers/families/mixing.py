@@ -27,6 +27,7 @@ from wf_backends.dsp import RECEIVER
 from wf_backends.parallel import ChannelExchange
 from wf_transformers.attention.function import Attention
 from wf_transformers.calls import CACHE_NAMES, ON_ONE_PROCESS, Kwargs
+from wf_transformers.families.compressors import COMPRESSED
 from wf_transformers.families.indexers import CHOICES
 from wf_transformers.families.media_table import media_modules
 from wf_transformers.families.mixers import MIXERS
@@ -60,7 +61,7 @@ def refuse_mixing(model: nn.Module) -> None:
     """Refuse layers of `model` other than attention that mix tokens.
 
     Not checked: modules that get the SequenceParallel, encoders of images or sounds, and layers in
-    the tables of mixers.py and indexers.py.
+    the tables of mixers.py, indexers.py and compressors.py.
     """
     for name, module in model.named_modules():
         description = _describe_mixing(module)
@@ -96,7 +97,7 @@ def _is_exempt(model: nn.Module, name: str) -> bool:
     return any(
         hasattr(ancestor, RECEIVER)
         or row_of(MIXERS, ancestor) is not None
-        or row_of(CHOICES, ancestor) is not None
+        or row_of({**CHOICES, **COMPRESSED}, ancestor) is not None
         or isinstance(ancestor, PreTrainedModel)
         and (ancestor.main_input_name != "input_ids" or stacks_of(ancestor))
         for ancestor in ancestors

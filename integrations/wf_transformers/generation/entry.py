@@ -9,6 +9,7 @@ from torch import Tensor
 
 from wf_transformers.batch import is_causal
 from wf_transformers.calls import CACHES, parameter_names
+from wf_transformers.families.compressors import COMPRESSED
 from wf_transformers.families.indexers import CHOICES
 from wf_transformers.families.media_counts import merging_model
 from wf_transformers.families.mixing import mixers_in
@@ -79,7 +80,7 @@ def _refuse_model(model: Any, handle: Handle) -> None:
         )
     if model.training:
         raise ValueError(f"{name} is in training mode, with dropout: call model.eval() first")
-    if any(row_of(CHOICES, layer) for layer in model.modules()):
+    if any(row_of({**CHOICES, **COMPRESSED}, layer) for layer in model.modules()):
         raise NotImplementedError(
             f"{name} chooses its keys by an indexer, beside generation: generate on one process, "
             "with a model that is not attached"

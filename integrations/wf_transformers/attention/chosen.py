@@ -1,0 +1,72 @@
+"""Attention of layers that choose what each row sees: keys, or entries that stand for several.
+
+Shapes: b batch, s rows of this rank, h heads, g key heads, d head_dim, T entries of the sequence,
+t keys or entries that a row sees.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from wf_backends import SequenceParallel
+from wf_backends.sparse import CompressedAttention, SparseAttention
+from wf_transformers.calls import Kwargs
+
+HAS_ENTRIES = "has_entries"
+"""Keyword argument of a layer whose keys are followed by entries (families/compressors.py)."""
+
+
+class ChosenAttention:
+    """Exact attention to what the layers of a model chose.
+
+    Attributes:
+        compressed: pools entries for the layers, too.
+    """
+
+    def __init__(self, sp: SequenceParallel) -> None:
+        self._sparse, self.compressed = SparseAttention(sp), CompressedAttention(sp)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chosen: Tensor,
+        name: str,
+        causal: bool,
+        window_size: tuple[int, int],
+        seqlen: int | None,
+        dropout_p: float,
+        entries: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """(b, s, h, d), of queries (b, s, h, d) and keys (b, s, g, d) of a layer called `name`.
+
+        Args:
+            chosen: (b, s, g or 1, t) keys, all of which a row may see; or (b, 1, s, t) entries.
+            entries: (b, T, d), beside a window. None: no window.
+
+        Raises:
+            NotImplementedError: for dropout, full attention, and keys chosen beside a window.
+        """
+        if dropout_p or not causal or (entries is None and window_size != (-1, -1)):
+            raise NotImplementedError(
+                f"{name} chooses its keys, beside a window, dropout or full attention"
+            )
+        if entries is None:
+            return self._sparse(q, k, v, chosen, **options, name=name)
+        return self.compressed(
+            q, k.squeeze(2), entries.to(q.dtype), chosen.squeeze(1), window_size[0] + 1, **options
+        )
+
+
+def split_entries(
+    query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Kwargs
+) -> tuple[Tensor, Tensor, None]:
+    """(key, value, mask) of the tokens, where entries (b, 1, T, d) follow the keys (b, 1, s, d),
+    which are values too, and the mask is the choice of entries: these go into `kwargs`."""
+    keys, entries = key.split((query.shape[2], key.shape[2] - query.shape[2]), 2)
+    kwargs.update(entries=entries.squeeze(1), indices=mask)
+    return keys, keys, None

@@ -1,0 +1,102 @@
+"""Attention to a window and to entries of groups: exact beside dense attention with a mask."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers import run_threads
+from tests.sparse.test_attention import gradients, sequence_parallel
+from wf_backends.sparse import CompressedAttention
+from wf_backends.sparse.compressed import Entries, Groups
+
+SEQLEN, BATCH, HEADS, DIM = 29, 2, 3, 4
+WHOLE = (0, SEQLEN)
+DOCUMENTS = (0, 9, 10, 12, SEQLEN)
+
+
+def pool(groups: Groups) -> Tensor:
+    """A weighted mean, which knows which rows are there and a group's number."""
+    weights = torch.arange(1.0, 1 + groups.rows.shape[2], dtype=torch.float64)
+    weights = torch.where(groups.is_there, weights, 0.0) + groups.number.unsqueeze(-1)
+    return (groups.rows * weights.unsqueeze(-1)).mean(2)
+
+
+def dense_entries(x: Tensor, ratio: int, reach: int, start: int, stop: int) -> Tensor:
+    """The entries of one document."""
+    padded = torch.cat((x.new_zeros(BATCH, reach, x.shape[2]), x[:, start:stop]), 1)
+    found = [x.new_empty(BATCH, 0, x.shape[2])]
+    for number in range((stop - start) // ratio):
+        end = (number + 1) * ratio
+        is_there = (torch.arange(end - reach, end) >= 0)[None]
+        rows = padded[:, None, end : end + reach]
+        found.append(pool(Groups(rows, is_there, torch.tensor([number]))))
+    return torch.cat(found, 1)
+
+
+def dense(
+    q: Tensor,
+    kv: Tensor,
+    x: Tensor,
+    sinks: Tensor,
+    ratio: int,
+    reach: int,
+    window: int,
+    borders: Any,
+) -> Tensor:
+    outs = list[Tensor]()
+    for start, stop in pairwise(borders):
+        entries = dense_entries(x, ratio, reach, start, stop)
+        keys = torch.cat((kv[:, start:stop], entries), 1)
+        row = torch.arange(stop - start)[:, None]
+        token, entry = torch.arange(stop - start), torch.arange(entries.shape[1])
+        in_window = (token <= row) & (token > row - window)
+        seen = torch.cat((in_window, (entry + 1) * ratio <= row + 1), 1)
+        scores = torch.einsum("bihd,bjd->bhij", q[:, start:stop], keys) * DIM**-0.5
+        scores = scores.masked_fill(~seen, -torch.inf)
+        of_sinks = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+        p = torch.cat((scores, of_sinks), -1).softmax(-1)[..., :-1]
+        outs.append(torch.einsum("bhij,bjd->bihd", p, keys))
+    return torch.cat(outs, 1)
+
+
+def all_seen(entries: Entries) -> Tensor:
+    columns = torch.arange(int(entries.count.max()))
+    seen = columns < entries.count[:, None]
+    return torch.where(seen, entries.first[:, None] + columns, -1).expand(BATCH, -1, -1)
+
+
+@pytest.mark.parametrize("borders", [WHOLE, DOCUMENTS], ids=["whole", "documents"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "document_zigzag"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("ratio", "reach", "window"), [(2, 4, 3), (4, 4, 1), (5, 9, 40), (14, 14, 7)]
+)
+def test_outputs_and_gradients_are_those_of_dense_attention(
+    ratio: int, reach: int, window: int, size: int, layout: str, borders: tuple[int, ...]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (BATCH, SEQLEN, HEADS, DIM), (BATCH, SEQLEN, DIM), (BATCH, SEQLEN, DIM), (HEADS,)
+    drawn = [torch.randn(*x, dtype=torch.float64, generator=generator) for x in shapes]
+    leaves = [x.clone().requires_grad_() for x in drawn]
+    out = dense(*leaves, ratio, reach, window, borders)
+    expected = gradients(out, *leaves)
+
+    def rank(comm: Any) -> list[Tensor]:
+        sp = sequence_parallel(comm, layout)
+        whole = [x.clone().requires_grad_() for x in drawn]
+        q, kv, x = (sp.shard(y, cu_seqlens=borders) for y in whole[:3])
+        attention = CompressedAttention(sp)
+        entries = attention.compress(x, ratio, pool, reach, borders)
+        out = attention(
+            q, kv, entries.values, all_seen(entries), window, sinks=whole[3], cu_seqlens=borders
+        )
+        results = gradients(sp.unshard(out, cu_seqlens=borders), *whole)
+        return [*results[:-1], sp.sum_over_ranks(results[-1])]
+
+    for got in run_threads(size, rank):
+        torch.testing.assert_close(got, [*expected], rtol=0, atol=1e-12)

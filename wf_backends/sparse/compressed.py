@@ -1,0 +1,212 @@
+"""Attention to the keys of a window, and to entries that stand for groups of tokens.
+
+A layer of DeepSeek-V4 pools each group of m tokens into one entry, which is key and value. A row
+sees the keys of its window, and of the entries of complete groups before it all (heavily compressed
+attention) or those that an indexer chose (compressed sparse attention). A rank pools the groups
+that end in its rows, for which it gets the few rows before its own. Then it gets the entries of all
+ranks, S / m rows, by one all-gather, and the keys that its windows see. The gradients of rows that
+several ranks had are summed at their owner.
+
+Shapes: b batch, s rows of this rank, S rows of the sequence, h query heads, d head_dim, n groups
+that end in this rank's rows, T entries of the sequence, t chosen entries of a row.
+Source: DeepSeek-V4, section 2.3 (equations 9 to 23).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wf_backends._compile import eager
+from wf_backends._validation import positive
+from wf_backends.comm import ConsistencyCheck, Shared, fingerprint
+from wf_backends.parallel import SequenceParallel, check_tensors, make_softmax
+from wf_backends.runtime import positions
+from wf_backends.schedule import Layout, Ranges, join, layout_of, locate, make_mask
+from wf_backends.sparse.needed_rows import all_rows, gather_needed, with_earlier_rows
+from wf_backends.sparse.rows import Columns, attend_to_rows
+
+
+class Groups(NamedTuple):
+    """Groups of tokens whose last token is a row of this rank."""
+
+    rows: Tensor
+    """(b, n, reach, c): what each entry is made of."""
+    is_there: Tensor
+    """(n, reach) bool. Of a document's first groups rows before the document are not there."""
+    number: Tensor
+    """(n,), the group's number in its document."""
+
+
+Pool = Callable[[Groups], Tensor]
+"""The entries (b, n, d) of groups."""
+
+
+class Entries(NamedTuple):
+    """The entries of the sequence, and those that each row of this rank may see: the ones of its
+    document's groups that end with the row or before it."""
+
+    values: Tensor
+    """(b, T, d), in sequence order."""
+    first: Tensor
+    """(s,), the first entry of the row's document; on the CPU."""
+    count: Tensor
+    """(s,), how many entries the row may see; on the CPU."""
+
+
+class CompressedAttention(Shared):
+    """Exact attention of this rank's rows to windows and entries of the whole sequence of `sp`."""
+
+    def __init__(self, sp: SequenceParallel) -> None:
+        self._sp, self._consistency = sp, ConsistencyCheck(sp.comm)
+
+    @eager
+    def compress(
+        self,
+        x: Tensor,
+        ratio: int,
+        pool: Pool,
+        reach: int | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+        name: str | None = None,
+    ) -> Entries:
+        """The entries of all groups, on each rank.
+
+        Groups are counted from the start of each document; tokens after its last complete group
+        have no entry.
+
+        Args:
+            x: (b, s, c), any float dtype: what the entries are made of, of this rank's rows.
+            ratio: tokens of a group.
+            pool: makes the entries of this rank's groups. It is called once, also without groups;
+                gradients of parameters that it uses are this rank's part.
+            reach: how many tokens make an entry, up to the last one of its group; None = `ratio`.
+            cu_seqlens: the borders of packed documents, host integers.
+            name: of the layer, in errors.
+
+        Raises:
+            ValueError: for a ratio or a reach below 1, and if the ranks' tensors do not belong
+                together.
+        """
+        with self._consistency:
+            positive("ratio", ratio)
+            positive("reach", reach := ratio if reach is None else reach)
+        same = {"channels": fingerprint((len(x), *x.shape[2:])), "groups": fingerprint(ratio)}
+        layout, borders = self._layout(x, same | {"reach": reach}, cu_seqlens, name)
+        needed = with_earlier_rows(layout, reach - 1, borders)
+        rows = gather_needed(self._sp.comm, layout, needed, x, "groups")
+        place, document, offset = self._places(layout, needed, borders)
+        ends, back = (offset + 1) % ratio == 0, torch.arange(1 - reach, 1)
+        index = (place[ends, None] + back).clamp(min=0)
+        taken = rows.index_select(1, index.flatten().to(x.device)).unflatten(1, index.shape)
+        about = offset[ends, None] + back >= 0, offset[ends] // ratio
+        own = pool(Groups(taken, *(y.to(x.device) for y in about)))
+        owned = tuple(_entries_of(shard, ratio, borders) for shard in layout)
+        values = gather_needed(self._sp.comm, owned, all_rows(owned), own, "entries")
+        first = torch.tensor([_entries_before(border, ratio, borders) for border in borders])
+        return Entries(values, first[document], (offset + 1) // ratio)
+
+    @eager
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        entries: Tensor,
+        chosen: Tensor,
+        window: int,
+        softmax_scale: float | None = None,
+        sinks: Tensor | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+        name: str | None = None,
+    ) -> Tensor:
+        """Attention of each row to the last `window` keys up to its own, and to chosen entries.
+
+        All heads have the same keys, which are the values too.
+
+        Args:
+            q: (b, s, h, d), any float dtype. kv: (b, s, d).
+            entries: (b, T, d), the values of `compress`.
+            chosen: (b, s, t) integers: the entries that a row sees, none twice; -1 = none.
+            window: tokens, the row's own among them.
+            softmax_scale, sinks, name: as in `sp.attention`. cu_seqlens: as in `compress`.
+
+        Returns:
+            (b, s, h, d), q's dtype.
+
+        Raises:
+            ValueError: for tensors that do not fit, on this rank or between ranks.
+        """
+        with self._consistency:  # an error in this block is raised on all ranks
+            check_tensors(q, *2 * [kv.unsqueeze(2)])
+            softmax = make_softmax(q, softmax_scale, 0.0, None, sinks)
+            positive("window", window)
+            _check_entries(entries, chosen, q)
+        same = {
+            "shapes beside the rows": fingerprint((len(q), *q.shape[2:], entries.shape)),
+            "options": fingerprint((softmax.options, window)),
+        }
+        layout, borders = self._layout(kv, same, cu_seqlens, name)
+        needed = with_earlier_rows(layout, window - 1, borders)
+        with torch.autocast(q.device.type, enabled=False):
+            keys = gather_needed(self._sp.comm, layout, needed, kv, "window")
+            place, _, offset = self._places(layout, needed, borders)
+            back = torch.arange(window)
+            seen = torch.where(offset[:, None] >= back, place[:, None] - back, -1).to(q.device)
+            entries_seen = torch.where(chosen < 0, -1, chosen + keys.shape[1])
+            both = torch.cat((seen.expand(len(q), -1, -1), entries_seen), -1).int()
+            table = torch.cat((keys, entries), 1).unsqueeze(2)
+            columns = Columns(slice(None), slice(None))
+            return attend_to_rows(q, table, both.unsqueeze(2), softmax, columns)
+
+    def _layout(
+        self, x: Tensor, same: dict[str, int], cu_seqlens: Sequence[int] | None, name: str | None
+    ) -> tuple[Layout, tuple[int, ...]]:
+        """Check that all ranks make the same call; which rows they have, and the documents."""
+        mask = make_mask(cu_seqlens=cu_seqlens)
+        same |= {"dtype": fingerprint(x.dtype), "cu_seqlens": fingerprint(mask.cu_seqlens)}
+        same |= {"needs a gradient": torch.is_grad_enabled() and x.requires_grad}
+        rows = self._consistency.check(same, {"rows": x.shape[1]}, x, layer=name)["rows"]
+        borders = mask.cu_seqlens or (0, sum(rows))
+        return layout_of(self._sp.config.layout, rows, mask, "rows"), borders
+
+    def _places(
+        self, layout: Layout, needed: Layout, borders: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each of this rank's rows: its place among the needed rows, the number of its document,
+        and its offset in it; (s,) each, on the CPU."""
+        shard, held = layout[self._sp.rank], needed[self._sp.rank]
+        rows, starts = positions(shard), torch.tensor(borders)
+        document = torch.searchsorted(starts, rows, right=True) - 1
+        return positions(locate(shard, held)), document, rows - starts[document]
+
+
+def _entries_before(position: int, ratio: int, borders: Sequence[int]) -> int:
+    """The number of entries whose groups end before a position."""
+    document = bisect_right(borders, position) - 1
+    starts = [*borders[: document + 1], position]
+    return sum((stop - start) // ratio for start, stop in pairwise(starts))
+
+
+def _entries_of(shard: Ranges, ratio: int, borders: Sequence[int]) -> Ranges:
+    """The entries whose groups end in a shard."""
+    edges = (tuple(_entries_before(x, ratio, borders) for x in piece) for piece in shard)
+    return join((start, stop) for start, stop in edges)
+
+
+def _check_entries(entries: Tensor, chosen: Tensor, q: Tensor) -> None:
+    if entries.dim() != 3 or (len(entries), entries.shape[2]) != (len(q), q.shape[3]):
+        raise ValueError(f"entries must be (b, T, d) for q {tuple(q.shape)}, got {entries.shape}")
+    if entries.dtype != q.dtype:
+        raise ValueError(f"entries must have q's dtype, {q.dtype}, got {entries.dtype}")
+    fits = chosen.dim() == 3 and chosen.shape[:2] == q.shape[:2]
+    if not fits or chosen.dtype.is_floating_point or chosen.dtype == torch.bool:
+        got = f"{tuple(chosen.shape)} of {chosen.dtype}"
+        raise ValueError(f"chosen must be integers (b, s, t) for q {tuple(q.shape)}, got {got}")
+    if chosen.is_cpu and chosen.numel() and int(chosen.max()) >= entries.shape[1]:
+        got = int(chosen.max())
+        raise ValueError(f"chosen must be of {entries.shape[1]} entries, or -1, got {got}")
