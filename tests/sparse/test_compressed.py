@@ -100,3 +100,32 @@ def test_outputs_and_gradients_are_those_of_dense_attention(
 
     for got in run_threads(size, rank):
         torch.testing.assert_close(got, [*expected], rtol=0, atol=1e-12)
+
+
+def refusal(chosen: int = 0, ratio: int = 4, window: int = 3, dtype: Any = torch.float64) -> str:
+    """The error on each of two ranks, the same for both but for their own values."""
+    x = torch.zeros(1, 8, 4, dtype=torch.float64)
+
+    def rank(comm: Any) -> str:
+        attention = CompressedAttention(sequence_parallel(comm))
+        with pytest.raises(ValueError) as error:
+            entries = attention.compress(x, ratio, pool).values.to(dtype)
+            choice = torch.full((1, 8, 1), chosen)
+            attention(x.unsqueeze(2), x, entries, choice, window + comm.rank * (window > 90))
+        return str(error.value)
+
+    return " | ".join(run_threads(2, rank))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ratio": 0}, "ratio"),
+        ({"window": 0}, "window"),
+        ({"chosen": 4}, "chosen must be of 4 entries, or -1, got 4"),
+        ({"dtype": torch.float32}, "entries must have q's dtype, torch.float64, got torch.float32"),
+        ({"window": 91}, "options"),
+    ],
+)
+def test_bad_arguments_are_refused_on_every_rank(changes: Any, message: str) -> None:
+    assert refusal(**changes).count(message) >= 2

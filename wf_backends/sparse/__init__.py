@@ -1,4 +1,4 @@
-"""Attention of each query to the keys that it chose, as DeepSeek Sparse Attention has it."""
+"""Attention of each query to keys that it chose, and to entries that stand for several tokens."""
 
 from wf_backends.sparse.attention import SparseAttention
 from wf_backends.sparse.compressed import CompressedAttention, Entries, Groups

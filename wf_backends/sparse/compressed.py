@@ -9,14 +9,15 @@ several ranks had are summed at their owner.
 
 Shapes: b batch, s rows of this rank, S rows of the sequence, h query heads, d head_dim, n groups
 that end in this rank's rows, T entries of the sequence, t chosen entries of a row.
-Source: DeepSeek-V4, section 2.3 (equations 9 to 23).
+Source: DeepSeek-V4, section 2.3.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from wf_backends._validation import positive
 from wf_backends.comm import ConsistencyCheck, Shared, fingerprint
 from wf_backends.parallel import SequenceParallel, check_tensors, make_softmax
 from wf_backends.runtime import positions
-from wf_backends.schedule import Layout, Ranges, join, layout_of, locate, make_mask
+from wf_backends.schedule import Layout, join, layout_of, locate, make_mask
 from wf_backends.sparse.needed_rows import all_rows, gather_needed, with_earlier_rows
 from wf_backends.sparse.rows import Columns, attend_to_rows
 
@@ -106,9 +107,9 @@ class CompressedAttention(Shared):
         taken = rows.index_select(1, index.flatten().to(x.device)).unflatten(1, index.shape)
         about = offset[ends, None] + back >= 0, offset[ends] // ratio
         own = pool(Groups(taken, *(y.to(x.device) for y in about)))
-        owned = tuple(_entries_of(shard, ratio, borders) for shard in layout)
+        owned = _entries_of(layout, ratio, borders)
         values = gather_needed(self._sp.comm, owned, all_rows(owned), own, "entries")
-        first = torch.tensor([_entries_before(border, ratio, borders) for border in borders])
+        first = torch.tensor(_first_entries(ratio, borders))
         return Entries(values, first[document], (offset + 1) // ratio)
 
     @eager
@@ -185,17 +186,22 @@ class CompressedAttention(Shared):
         return positions(locate(shard, held)), document, rows - starts[document]
 
 
-def _entries_before(position: int, ratio: int, borders: Sequence[int]) -> int:
-    """The number of entries whose groups end before a position."""
-    document = bisect_right(borders, position) - 1
-    starts = [*borders[: document + 1], position]
-    return sum((stop - start) // ratio for start, stop in pairwise(starts))
+def _first_entries(ratio: int, borders: Sequence[int]) -> list[int]:
+    """The first entry of each document; at last the number of all entries."""
+    numbers = ((stop - start) // ratio for start, stop in pairwise(borders))
+    return list(accumulate(numbers, initial=0))
 
 
-def _entries_of(shard: Ranges, ratio: int, borders: Sequence[int]) -> Ranges:
-    """The entries whose groups end in a shard."""
-    edges = (tuple(_entries_before(x, ratio, borders) for x in piece) for piece in shard)
-    return join((start, stop) for start, stop in edges)
+@lru_cache(maxsize=64)
+def _entries_of(layout: Layout, ratio: int, borders: tuple[int, ...]) -> Layout:
+    """By rank: the entries whose groups end in its rows."""
+    first = _first_entries(ratio, borders)
+
+    def before(position: int) -> int:
+        document = bisect_right(borders, position) - 1
+        return first[document] + (position - borders[document]) // ratio
+
+    return tuple(join((before(start), before(stop)) for start, stop in rows) for rows in layout)
 
 
 def _check_entries(entries: Tensor, chosen: Tensor, q: Tensor) -> None:

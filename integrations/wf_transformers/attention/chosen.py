@@ -57,9 +57,8 @@ class ChosenAttention:
             )
         if entries is None:
             return self._sparse(q, k, v, chosen, **options, name=name)
-        return self.compressed(
-            q, k.squeeze(2), entries.to(q.dtype), chosen.squeeze(1), window_size[0] + 1, **options
-        )
+        keys, entries, window = k.squeeze(2), entries.to(q.dtype), window_size[0] + 1
+        return self.compressed(q, keys, entries, chosen.squeeze(1), window, **options, name=name)
 
 
 def split_entries(

@@ -6,13 +6,15 @@ ZeRO 3 and FSDP gather them on all ranks alike.
 
 Shapes: b batch, s rows of this rank, d head_dim, n groups of m tokens, T entries of the sequence,
 h heads of the indexer.
-Source: DeepSeek-V4, section 2.3; the equations are its.
+Source: DeepSeek-V4, section 2.3, of which the equations are.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from wf_transformers.families.indexers import SCORES_OF_BLOCK
 from wf_transformers.handle import Handle
 from wf_transformers.models import row_of, transformers_class
 
-COMPRESSED = {"DeepseekV4Attention": True}
+COMPRESSED: Mapping[str, bool] = MappingProxyType({"DeepseekV4Attention": True})
 """Attention with a compressor, by the name of a class of transformers; its `compressor` is None in
 layers that have only a window."""
 
@@ -79,7 +81,7 @@ def _compress(
 
 
 def _entries(attention: Attention, compressor: Any, hidden: Tensor) -> Entries:
-    """The entries of a compressor, or of an indexer's own (equations 9 to 12, 20 to 23)."""
+    """The entries of a compressor, or of an indexer's own (section 2.3.1; equations 20 to 23)."""
     ratio, name = compressor.compress_rate, type(compressor).__name__
     kv, gate = compressor.kv_proj(hidden), compressor.gate_proj(hidden)
     has_two_series = kv.shape[-1] == 2 * compressor.head_dim  # the group before is in the first

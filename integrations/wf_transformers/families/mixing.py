@@ -44,7 +44,7 @@ MIXING_SUFFIXES = {
     "HyenaFilter": "a Hyena filter, a convolution over all tokens",
     "HyenaCascade": "a Hyena filter, a convolution over all tokens",
 }
-"""Suffix of a class name -> description: parts of sparse attention (DeepSeek V4, Qwen4),
+"""Suffix of a class name -> description: parts of sparse attention (Qwen4),
 which `verify` misses, since they have no effect on sequences shorter than the number of chosen
 keys; linear attention; and those of StripedHyena, Evo and Evo 2, whose inputs `verify` does not
 know."""
