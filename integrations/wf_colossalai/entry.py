@@ -73,8 +73,6 @@ def apply(
             the model or replaced its forward.
     """
     stages, model_options = None, ModelOptions()
-    if not isinstance(config, SequenceParallelConfig | Mapping):
-        raise ValueError(f"config must be a SequenceParallelConfig or a dict, got {config!r}")
     refuse_different(config, group)
     if not isinstance(config, SequenceParallelConfig):
         if AUTOCHUNK in config:

@@ -7,9 +7,11 @@ from typing import Any
 from torch import nn
 
 from wf_backends import SequenceParallel
+from wf_backends._validation import of_type
 from wf_diffusers.families import family_of
 from wf_diffusers.hooks import TransformerHooks
 from wf_transformers import Handle, counted_by_group
+from wf_transformers.entry import SP
 
 
 def attach(model: nn.Module, sp: SequenceParallel, accelerator: Any = None) -> Handle:
@@ -32,6 +34,7 @@ def attach(model: nn.Module, sp: SequenceParallel, accelerator: Any = None) -> H
         ValueError: for a model that is attached already. At a call of the model, if the inputs
             differ between the ranks.
     """
+    of_type("sp", sp, SequenceParallel, SP)
     hooked = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
     if any(isinstance(owner, TransformerHooks) for owner in hooked):
         raise ValueError("the model is attached already: call handle.remove() before")

@@ -24,8 +24,11 @@ def refuse_different(
         group: the ranks that compare. None: the world, or this rank alone without a job.
 
     Raises:
-        ValueError: on every rank, naming each key that differs, and its values by rank.
+        ValueError: on every rank, naming each key that differs, and its values by rank; for
+            settings that are neither.
     """
+    if not isinstance(settings, SequenceParallelConfig | Mapping):
+        raise ValueError(f"config must be a SequenceParallelConfig or a dict, got {settings!r}")
     if not dist.is_initialized():
         return
     if isinstance(settings, SequenceParallelConfig):

@@ -10,6 +10,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel
+from wf_backends._validation import of_type
 from wf_backends.dsp import RECEIVER, receivers
 from wf_transformers.attach import (
     attach_pretrained,
@@ -26,6 +27,8 @@ from wf_transformers.handle import Handle
 from wf_transformers.memory.checkpoints import CHECKPOINTING
 from wf_transformers.models import outermost, refuse_adapters
 from wf_transformers.options import LATENTS, ModelOptions, attach_compared
+
+SP = "a SequenceParallel, as SequenceParallel(SequenceParallelConfig.from_dict({...})) makes it"
 
 
 def attach(
@@ -55,6 +58,7 @@ def attach(
         NotImplementedError: for a Hugging Face model that cannot run on several ranks or computes
             something else there than on one, or a model whose layers cannot be checkpointed.
     """
+    of_type("sp", sp, SequenceParallel, SP)
     block: dict[str, Any] = {VERIFY: verify, LATENTS: latents}
     if activation_checkpointing is not None:
         block[CHECKPOINTING] = activation_checkpointing

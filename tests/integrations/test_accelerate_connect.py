@@ -108,6 +108,7 @@ def fake_accelerator(distributed_type: str = "MULTI_GPU", **attributes: Any) -> 
             "counts 4 processes, the job has 1 ranks",
         ),
         (fake_accelerator(), {"sequence_paralel_size": 2}, ValueError, "sequence_parallel_size"),
+        (fake_accelerator(), 4, ValueError, "a SequenceParallelConfig or a dict, got 4"),
         (fake_accelerator(), {"verfy": False}, ValueError, "'verfy'; did you mean 'verify'"),
         (fake_accelerator(), {"sequence_parallel_size": 2}, ValueError, "must divide the 1 ranks"),
         (

@@ -187,6 +187,8 @@ def test_rotary_embeddings_that_differ_between_ranks_are_refused() -> None:
 def test_a_model_of_an_unknown_class_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="Linear is none of the models .* Flux"):
         wf_diffusers.attach(torch.nn.Linear(2, 2), one_rank())
+    with pytest.raises(ValueError, match="sp must be a SequenceParallel, .*, got a dict"):
+        wf_diffusers.attach(torch.nn.Linear(2, 2), {"sequence_parallel_size": 2})  # type: ignore
     sana = diffusers.SanaTransformer2DModel(num_layers=0, num_attention_heads=1)
     with pytest.raises(NotImplementedError, match=r"Sana.* \(linear attention sums .*\): .*Flux"):
         wf_diffusers.attach(sana, one_rank())

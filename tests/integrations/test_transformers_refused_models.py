@@ -52,6 +52,11 @@ def test_a_model_that_never_calls_our_attention_is_refused_after_its_forward() -
     run_registered(2, rank)
 
 
+def test_a_config_in_place_of_the_sequence_parallel_is_refused() -> None:
+    with pytest.raises(ValueError, match="sp must be a SequenceParallel, .*, got a dict"):
+        wf_transformers.attach(torch.nn.Linear(2, 2), {"sequence_parallel_size": 2})  # type: ignore
+
+
 def test_attention_that_is_set_after_attach_is_refused_by_name() -> None:
     def rank(comm: Any) -> None:
         model, sp = build("llama", "sdpa", {}), sequence_parallel(comm)
