@@ -13,6 +13,7 @@ from tests.helpers import run_threads
 from tests.sparse.test_attention import gradients, sequence_parallel
 from wf_backends.sparse import CompressedAttention
 from wf_backends.sparse.compressed import Entries, Groups
+from wf_backends.sparse.needed_rows import with_earlier_rows
 
 SEQLEN, BATCH, HEADS, DIM = 29, 2, 3, 4
 WHOLE = (0, SEQLEN)
@@ -129,3 +130,8 @@ def refusal(chosen: int = 0, ratio: int = 4, window: int = 3, dtype: Any = torch
 )
 def test_bad_arguments_are_refused_on_every_rank(changes: Any, message: str) -> None:
     assert refusal(**changes).count(message) >= 2
+
+
+def test_only_rows_of_the_same_document_are_needed() -> None:
+    layout = ((0, 3), (9, 12)), ((3, 9),)
+    assert with_earlier_rows(layout, 2, (0, 2, 12)) == (((0, 3), (7, 12)), ((2, 9),))
