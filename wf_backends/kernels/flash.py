@@ -10,7 +10,7 @@ Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_di
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
@@ -41,32 +41,16 @@ def flash_attn_2() -> Operators:
     """flash-attn 2.7 and later, whose functions also take arguments for dropout and ALiBi."""
     interface = import_module("flash_attn.flash_attn_interface")
     defaults = {"dropout_p": 0.0, "causal": False, "alibi_slopes": None}
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
-        kwargs = defaults | _tile_kwargs(q, k, scores, band)
-        out, lse, *_ = interface._flash_attn_forward(q, k, v, return_softmax=False, **kwargs)
-        return out, lse
-
-    def backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
-        kwargs = defaults | _tile_kwargs(tile.q, tile.k, scores, band)
-        return _run_backward(interface._flash_attn_backward, tile, kwargs)
-
-    return Operators("flash-attn 2", split_window, forward, backward)
+    forward = partial(interface._flash_attn_forward, return_softmax=False, **defaults)
+    backward = partial(interface._flash_attn_backward, **defaults)
+    return _operators("flash-attn 2", forward, backward)
 
 
 def flash_attn_3() -> Operators:
     """flash-attn 3; every release that registers these operators gives them the same arguments."""
     import_module("flash_attn_interface")  # registers the operators
     ops = torch.ops.flash_attn_3
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
-        out, lse, *_ = ops.fwd(q, k, v, num_splits=1, **_tile_kwargs(q, k, scores, band))
-        return out, lse
-
-    def backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
-        return _run_backward(ops.bwd, tile, _tile_kwargs(tile.q, tile.k, scores, band))
-
-    return Operators("flash-attn 3", split_window, forward, backward)
+    return _operators("flash-attn 3", partial(ops.fwd, num_splits=1), ops.bwd)
 
 
 class FlashKernel(SplitKernel):
@@ -124,11 +108,19 @@ def _tile_kwargs(q: Tensor, k: Tensor, scores: Scores, band: Band) -> dict[str, 
     return {"softmax_scale": scores.scale, "softcap": scores.softcap, **windows}
 
 
-def _run_backward(backward: Callable[..., Any], tile: TileGrad, kwargs: dict[str, Any]) -> Grads:
-    """dq, dk, dv, contiguous, filled by `backward`, which reads lse as a contiguous (b, h, i)."""
-    dout, q, k, v, out, lse, _ = tile
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    tensors = dout, q, k, v, out, lse.contiguous(), dq, dk, dv
-    backward(*tensors, deterministic=deterministic, **kwargs)
-    return dq, dk, dv
+def _operators(name: str, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Operators:
+    """A library's functions, which take the arguments of `_tile_kwargs`, as `Operators`."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
+        out, lse, *_ = fwd(q, k, v, **_tile_kwargs(q, k, scores, band))
+        return out, lse
+
+    def backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
+        dout, q, k, v, out, lse, _ = tile
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        tensors = dout, q, k, v, out, lse.contiguous(), dq, dk, dv  # lse is read as (b, h, i)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        bwd(*tensors, deterministic=deterministic, **_tile_kwargs(q, k, scores, band))
+        return dq, dk, dv
+
+    return Operators(name, split_window, forward, backward)
