@@ -73,8 +73,6 @@ class HeadExchange:
         Raises:
             ValueError: if the heads of a member are not a multiple of `chunks`.
         """
-        if chunks == 1:
-            return (self,)
         num_heads, rest = divmod(self.heads_per_member, chunks)
         if rest:  # as of one key head that several members get
             raise ValueError(
@@ -212,10 +210,8 @@ def run_chunks(group: HeadGroup, xs: Tensors, pass_name: str, compute: ComputeCh
     inputs_name, results_name = ("qkv", "out") if pass_name == "forward" else ("out", "qkv")
     label = f"{pass_name} ulysses {results_name}"
     totals: Tensors = ()
-    results, next_inputs = (
-        Messages(group.comm, label),
-        _gather(group, pass_name, inputs_name, 0, xs),
-    )
+    results = Messages(group.comm, label)
+    next_inputs = _gather(group, pass_name, inputs_name, 0, xs)
     for chunk in range(len(group.queries)):
         inputs, chunk_xs = next_inputs
         inputs.wait()
