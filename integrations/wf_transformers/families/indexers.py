@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from wf_backends._compile import eager
-from wf_backends.parallel import ChannelExchange
 from wf_transformers.attention.function import MASK_IS_CHOICE, Attention
 from wf_transformers.calls import Kwargs
 from wf_transformers.families.forwards import weight_of
@@ -153,11 +152,10 @@ its `indexer` is None in layers that see all keys."""
 
 def choose_over_ranks(model: nn.Module, handle: Handle) -> None:
     """Make the indexers of a model choose from the keys of all ranks, until `handle.remove()`."""
-    exchange = ChannelExchange(handle.sp)
     for layer in model.modules():
         choice, indexer = row_of(CHOICES, layer), getattr(layer, "indexer", None)
         if choice is not None and indexer is not None:
-            forward = partial(_choose, handle.attention, exchange, choice, indexer)
+            forward = partial(_choose, handle.attention, choice, indexer)
             handle.set(indexer, "forward", forward)
         # A layer without an indexer may see what an earlier one has chosen.
         chooses = indexer is not None or getattr(layer, "skip_topk", False)
@@ -196,7 +194,6 @@ def _keep_choice(topk_indices: Tensor, **_: Any) -> Tensor:
 @torch.no_grad()
 def _choose(
     attention: Attention,
-    exchange: ChannelExchange,
     choice: Choice,
     indexer: Any,
     *args: Any,
@@ -214,9 +211,8 @@ def _choose(
     own = Keys(call["hidden_states"].device)
     choice(indexer, call, own, torch.zeros(length, dtype=torch.long, device=own.device))
     borders = attention.documents.borders(type(indexer).__name__)
-    every_rank = own.own.unsqueeze(2).expand(-1, -1, exchange.sp.size, -1)
-    keys = exchange.gather(every_rank, borders)
-    positions = exchange.sp.positions(keys.shape[1], keys.device, borders)
+    keys = attention.sp.unshard(own.own, cu_seqlens=borders)
+    positions = attention.sp.positions(keys.shape[1], keys.device, borders)
     heads = getattr(indexer, "n_heads", None) or indexer.num_heads
     pool = getattr(indexer, "index_kpool", 1)
     found = [(positions[:0], 0, positions.new_empty(batch, 0, 1, 0))]
