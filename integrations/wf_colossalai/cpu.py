@@ -36,26 +36,16 @@ class HostAccelerator(CpuAccelerator):
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def set_device(self, device: Any = None) -> None:
-        """Nothing to set: there is only one device."""
-
     def current_device(self) -> int:
         return 0
 
     def device_count(self) -> int:
         return 1
 
-    def synchronize(self, device: Any = None) -> None:
-        """Nothing to wait for: the host computes in order."""
+    def _nothing(*_: Any, **__: Any) -> Any:
+        """There is one device, which computes in order, without streams and without a cache."""
 
-    def empty_cache(self) -> None:
-        """Nothing to empty: the host allocator keeps no cache."""
-
-    def Stream(self, device: Any = None, priority: int = 0, **_: Any) -> None:  # noqa: N802
-        return None
-
-    def current_stream(self, device: Any = None) -> None:
-        return None
+    set_device = synchronize = empty_cache = Stream = current_stream = _nothing
 
     def stream(self, stream_: Any) -> Any:
         return nullcontext()
