@@ -14,8 +14,10 @@ from wf_backends import SequenceParallel
 from wf_backends.sparse import CompressedAttention, SparseAttention
 from wf_transformers.calls import Kwargs
 
-HAS_ENTRIES = "has_entries"
-"""Keyword argument of a layer whose keys are followed by entries (families/compressors.py)."""
+MASK_IS_CHOICE = "mask_is_choice"
+"""Keyword argument of layers: of what they pass a choice in place of the mask; KEYS, or ENTRIES,
+which follow their keys. None = the mask is a mask."""
+KEYS, ENTRIES = "keys", "entries"
 
 
 class ChosenAttention:
@@ -61,11 +63,14 @@ class ChosenAttention:
         return self.compressed(q, keys, entries, chosen.squeeze(1), window, **options, name=name)
 
 
-def split_entries(
-    query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Kwargs
-) -> tuple[Tensor, Tensor, None]:
-    """(key, value, mask) of the tokens, where entries (b, 1, T, d) follow the keys (b, 1, s, d),
-    which are values too, and the mask is the choice of entries: these go into `kwargs`."""
+def take_choice(
+    query: Tensor, key: Tensor, value: Tensor, choice: Tensor | None, kwargs: Kwargs
+) -> tuple[Tensor, Tensor]:
+    """Put what a layer chose into its keyword arguments, and also entries (b, 1, T, d) that follow
+    its keys (b, 1, s, d), which are values too; (key, value) of the tokens."""
+    kwargs["indices"] = choice
+    if kwargs[MASK_IS_CHOICE] != ENTRIES:
+        return key, value
     keys, entries = key.split((query.shape[2], key.shape[2] - query.shape[2]), 2)
-    kwargs.update(entries=entries.squeeze(1), indices=mask)
-    return keys, keys, None
+    kwargs["entries"] = entries.squeeze(1)
+    return keys, keys

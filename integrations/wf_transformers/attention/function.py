@@ -16,7 +16,7 @@ from wf_backends._compile import eager
 from wf_backends.comm import Shared
 from wf_backends.schedule import SLICE_ARGUMENTS
 from wf_transformers.attention.blocks import BLOCKS, masks_with_blocks
-from wf_transformers.attention.chosen import HAS_ENTRIES, ChosenAttention, split_entries
+from wf_transformers.attention.chosen import MASK_IS_CHOICE, ChosenAttention, take_choice
 from wf_transformers.attention.documents import Documents, by_sample
 from wf_transformers.attention.llama4 import chunk_borders, scaled_by_position
 from wf_transformers.attention.masks import MaskCheck, padding_of
@@ -37,9 +37,6 @@ SCORE_OPTIONS: Mapping[str, str] = MappingProxyType(
 )
 """Keyword arguments of layers about their scores -> parameters of `SequenceParallel.attention`, of
 `SparseAttention` or of `CompressedAttention`."""
-
-MASK_IS_CHOICE = "mask_is_choice"
-"""Keyword argument of layers: whether what they pass as the mask is the chosen keys."""
 
 Window = int | tuple[int, int] | None
 TWO_SIDED = ("ModernBertAttention",)
@@ -107,11 +104,10 @@ class Attention(Shared):
         self.was_called = True
         if not torch.compiler.is_compiling() and _wants_weights(module, sys._getframe(1)):
             kwargs["output_attentions"] = True
-        if kwargs.pop(HAS_ENTRIES, False):
-            key, value, attention_mask = split_entries(query, key, attention_mask, kwargs)
-        self._check(module, query, key, kwargs)
         if kwargs.get(MASK_IS_CHOICE):
-            kwargs["indices"], attention_mask = attention_mask, None
+            key, value = take_choice(query, key, value, attention_mask, kwargs)
+            attention_mask = None
+        self._check(module, query, key, kwargs)
         # GPT-2 of transformers 4 passes is_causal=False in causal layers for one row or any mask.
         unreliable = attention_mask is not None or query.shape[2] == 1
         causal = _is_causal(module, is_causal if is_causal or not unreliable else None)

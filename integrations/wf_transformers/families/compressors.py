@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from wf_backends._compile import eager
 from wf_backends.runtime import accumulator_dtype
 from wf_backends.sparse import Entries, Groups
-from wf_transformers.attention.chosen import HAS_ENTRIES
+from wf_transformers.attention.chosen import ENTRIES, MASK_IS_CHOICE
 from wf_transformers.attention.function import Attention
 from wf_transformers.calls import Kwargs
 from wf_transformers.families.indexers import SCORES_OF_BLOCK
@@ -57,7 +57,7 @@ def _change_arguments(
     window = layer.sliding_window - 1, -1
     attention.check_mask(kwargs.get("attention_mask"), causal=True, window=window)
     no_columns = hidden.new_empty(len(hidden), 1, hidden.shape[1], 0, dtype=torch.long)
-    return args, kwargs | {"attention_mask": no_columns, HAS_ENTRIES: True}
+    return args, kwargs | {"attention_mask": no_columns, MASK_IS_CHOICE: ENTRIES}
 
 
 @eager

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from wf_backends._compile import eager
-from wf_transformers.attention.function import MASK_IS_CHOICE, Attention
+from wf_transformers.attention.chosen import KEYS, MASK_IS_CHOICE
+from wf_transformers.attention.function import Attention
 from wf_transformers.calls import Kwargs
 from wf_transformers.families.forwards import weight_of
 from wf_transformers.handle import Handle
@@ -177,7 +178,7 @@ def _change_arguments(
     kv_up = weight_of(layer.kv_b_proj, hidden.new_empty(0, layer.kv_lora_rank))
     mask = hidden.new_ones(1, 1, 1, 1, dtype=torch.bool)
     options = {"attention_mask": mask, "kv_up": kv_up.unflatten(0, (layer.num_heads, -1))}
-    return args, {**kwargs, **options, MASK_IS_CHOICE: hasattr(layer, MAKES_MASK)}
+    return args, {**kwargs, **options, MASK_IS_CHOICE: KEYS if hasattr(layer, MAKES_MASK) else None}
 
 
 def _keep_latents(latents: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
