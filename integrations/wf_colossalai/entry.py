@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -157,4 +158,12 @@ def from_config(path: str | Path, model: nn.Module) -> PluginHandle:
             f'{path}: "colossalai.plugin" must be one of {", ".join(known)}, got {name!r}'
             f"{nearest(name, known)}"
         )
-    return PluginHandle(apply(model, block), OTHER_PLUGINS[name](**options), config)
+    make_plugin = OTHER_PLUGINS[name]
+    known = tuple(inspect.signature(make_plugin).parameters)
+    for key in options:
+        if key not in known:
+            raise ValueError(
+                f'{path}: "colossalai.{key}" is no argument of {make_plugin.__name__}'
+                f"{nearest(key, known)} (known: {', '.join(known)})"
+            )
+    return PluginHandle(apply(model, block), make_plugin(**options), config)

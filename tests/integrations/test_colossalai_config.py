@@ -26,6 +26,7 @@ if importlib.util.find_spec("colossalai"):
         apply,
         config,
         doctor,
+        from_config,
     )
     from wf_colossalai.cpu import cpu_accelerator
 
@@ -111,6 +112,14 @@ def test_a_wrong_key_of_a_config_file_is_refused_by_name(
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         WallFacerPlugin.from_config(path)
+
+
+def test_an_argument_that_another_plugin_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"colossalai": {"plugin": "low_level_zero", "stge": 2}}')
+    message = '"colossalai.stge" is no argument of LowLevelZeroPlugin; did you mean .stage.'
+    with pytest.raises(ValueError, match=message):
+        from_config(path, build("llama"))
 
 
 def test_a_missing_config_file_is_refused(tmp_path: Path) -> None:
