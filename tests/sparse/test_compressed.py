@@ -132,6 +132,39 @@ def test_bad_arguments_are_refused_on_every_rank(changes: Any, message: str) -> 
     assert refusal(**changes).count(message) >= 2
 
 
+X = torch.zeros(1, 8, 4, dtype=torch.float64)
+NO_CHOICE = torch.full((1, 8, 1), -1)
+WRONG_ON_ONE_RANK: dict[str, Any] = {
+    "borders": lambda a: a.compress(X, 4, pool, cu_seqlens=(1, 16)),
+    "dims": lambda a: a.compress(X[0], 4, pool),
+    "borders of a call": lambda a: a(X[:, :, None], X, X, NO_CHOICE, 2, cu_seqlens=(1, 16)),
+    "rows of kv": lambda a: a(X[:, :, None], X[:, :4], X, NO_CHOICE, 2),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_ON_ONE_RANK)
+def test_wrong_arguments_of_one_rank_are_refused_on_all(wrong: str) -> None:
+    def rank(comm: Any) -> None:
+        attention = CompressedAttention(sequence_parallel(comm))
+        with pytest.raises(ValueError, match="must be" if comm.rank else "do not agree"):
+            if comm.rank:
+                WRONG_ON_ONE_RANK[wrong](attention)
+            attention.compress(X, 4, pool)
+
+    run_threads(2, rank)
+
+
+def test_a_pool_that_makes_no_entry_of_each_group_is_refused() -> None:
+    """It would have given the first of its rows, without an error."""
+
+    def rank(comm: Any) -> None:
+        attention = CompressedAttention(sequence_parallel(comm))
+        with pytest.raises(ValueError, match=r"pool must return \(b, n, d\), got \(1, 4, 4\)"):
+            attention.compress(X, 4, lambda groups: groups.rows.mean(1))
+
+    run_threads(2, rank)
+
+
 def test_only_rows_of_the_same_document_are_needed() -> None:
     layout = ((0, 3), (9, 12)), ((3, 9),)
     assert with_earlier_rows(layout, 2, (0, 2, 12)) == (((0, 3), (7, 12)), ((2, 9),))

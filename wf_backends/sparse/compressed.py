@@ -28,7 +28,7 @@ from wf_backends._validation import positive
 from wf_backends.comm import ConsistencyCheck, Shared, fingerprint
 from wf_backends.parallel import SequenceParallel, check_tensors, make_softmax
 from wf_backends.runtime import positions
-from wf_backends.schedule import Layout, join, layout_of, locate, make_mask
+from wf_backends.schedule import Layout, Mask, join, layout_of, locate, make_mask
 from wf_backends.sparse.needed_rows import all_rows, gather_needed, with_earlier_rows
 from wf_backends.sparse.rows import Columns, attend_to_rows
 
@@ -91,14 +91,17 @@ class CompressedAttention(Shared):
             name: of the layer, in errors.
 
         Raises:
-            ValueError: for a ratio or a reach below 1, and if the ranks' tensors do not belong
-                together.
+            ValueError: for a ratio or a reach below 1, tensors that do not belong together on the
+                ranks, and a pool that returns something else than one entry of each group.
         """
         with self._consistency:
             positive("ratio", ratio)
             positive("reach", reach := ratio if reach is None else reach)
-        same = {"channels": fingerprint((len(x), *x.shape[2:])), "groups": fingerprint(ratio)}
-        layout, borders = self._layout(x, same | {"reach": reach}, cu_seqlens, name)
+            if x.dim() != 3:
+                raise ValueError(f"x must be (b, s, c), got {tuple(x.shape)}")
+            mask = make_mask(cu_seqlens=cu_seqlens)
+        same = {"channels": fingerprint((len(x), x.shape[2])), "groups": fingerprint(ratio)}
+        layout, borders = self._layout(x, same | {"reach": reach}, mask, name)
         needed = with_earlier_rows(layout, reach - 1, borders)
         rows = gather_needed(self._sp.comm, layout, needed, x, "groups")
         place, document, offset = self._places(layout, needed, borders)
@@ -107,6 +110,9 @@ class CompressedAttention(Shared):
         taken = rows.index_select(1, index.flatten().to(x.device)).unflatten(1, index.shape)
         about = offset[ends, None] + back >= 0, offset[ends] // ratio
         own = pool(Groups(taken, *(y.to(x.device) for y in about)))
+        if own.dim() != 3 or own.shape[:2] != taken.shape[:2]:
+            got = f"{tuple(own.shape)} for groups.rows {tuple(taken.shape)}"
+            raise ValueError(f"pool must return (b, n, d), got {got}")
         owned = _entries_of(layout, ratio, borders)
         values = gather_needed(self._sp.comm, owned, all_rows(owned), own, "entries")
         first = torch.tensor(_first_entries(ratio, borders))
@@ -146,12 +152,13 @@ class CompressedAttention(Shared):
             check_tensors(q, *2 * [kv.unsqueeze(2)])
             softmax = make_softmax(q, softmax_scale, 0.0, None, sinks)
             positive("window", window)
-            _check_entries(entries, chosen, q)
+            _check_entries(entries, chosen, q, kv)
+            mask = make_mask(cu_seqlens=cu_seqlens)
         same = {
             "shapes beside the rows": fingerprint((len(q), *q.shape[2:], entries.shape)),
             "options": fingerprint((softmax.options, window)),
         }
-        layout, borders = self._layout(kv, same, cu_seqlens, name)
+        layout, borders = self._layout(kv, same, mask, name)
         needed = with_earlier_rows(layout, window - 1, borders)
         with torch.autocast(q.device.type, enabled=False):
             keys = gather_needed(self._sp.comm, layout, needed, kv, "window")
@@ -165,10 +172,9 @@ class CompressedAttention(Shared):
             return attend_to_rows(q, table, both.unsqueeze(2), softmax, columns)
 
     def _layout(
-        self, x: Tensor, same: dict[str, int], cu_seqlens: Sequence[int] | None, name: str | None
+        self, x: Tensor, same: dict[str, int], mask: Mask, name: str | None
     ) -> tuple[Layout, tuple[int, ...]]:
         """Check that all ranks make the same call; which rows they have, and the documents."""
-        mask = make_mask(cu_seqlens=cu_seqlens)
         same |= {"dtype": fingerprint(x.dtype), "cu_seqlens": fingerprint(mask.cu_seqlens)}
         same |= {"needs a gradient": torch.is_grad_enabled() and x.requires_grad}
         rows = self._consistency.check(same, {"rows": x.shape[1]}, x, layer=name)["rows"]
@@ -204,7 +210,10 @@ def _entries_of(layout: Layout, ratio: int, borders: tuple[int, ...]) -> Layout:
     return tuple(join((before(start), before(stop)) for start, stop in rows) for rows in layout)
 
 
-def _check_entries(entries: Tensor, chosen: Tensor, q: Tensor) -> None:
+def _check_entries(entries: Tensor, chosen: Tensor, q: Tensor, kv: Tensor) -> None:
+    if q.shape[:2] != kv.shape[:2]:
+        got = f"q {tuple(q.shape)}, kv {tuple(kv.shape)}"
+        raise ValueError(f"q and kv must be the same rows, got {got}")
     if entries.dim() != 3 or (len(entries), entries.shape[2]) != (len(q), q.shape[3]):
         raise ValueError(f"entries must be (b, T, d) for q {tuple(q.shape)}, got {entries.shape}")
     if entries.dtype != q.dtype:
