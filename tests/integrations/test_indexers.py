@@ -53,6 +53,25 @@ def test_packed_documents_choose_as_each_alone_also_when_layers_run_again(
         torch.testing.assert_close(summed, grad, rtol=0, atol=1e-5 * float(grad.abs().max()))
 
 
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "minimax_m3", "deepseek_v4"])
+def test_positions_may_go_on_from_document_to_document(name: str) -> None:
+    """Layers see distances of positions alone."""
+    ids, family = batch()["input_ids"], FAMILIES[name]
+    models: list[Any] = [build(family, family.reference) for _ in range(3)]
+    alone = [models[2](input_ids=ids[:, a:b]).logits for a, b in pairwise(BORDERS)]
+    inputs = {"input_ids": ids, "cu_seqlens": BORDERS}
+
+    def rank(comm: Any) -> Tensor:
+        sp, model = sequence_parallel(comm), models[comm.rank]
+        with wf_transformers.attach(model, sp, verify=False):
+            local = sp.shard_batch({**inputs, "position_ids": torch.arange(7, 30)[None]})
+            logits = model(**wf_transformers.forward_kwargs(model, local)).logits
+        return sp.unshard(logits)[:, : ids.shape[1]]
+
+    for logits in run_threads(2, rank):
+        torch.testing.assert_close(logits, torch.cat(alone, 1), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", NOT_GENERATING)
 def test_dropout_and_generation_are_refused(name: str) -> None:
     family = FAMILIES[name]

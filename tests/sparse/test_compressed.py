@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,11 +21,15 @@ WHOLE = (0, SEQLEN)
 DOCUMENTS = (0, 9, 10, 12, SEQLEN)
 
 
-def pool(groups: Groups) -> Tensor:
-    """A weighted mean, which knows which rows are there and a group's number."""
+def pool(offsets: Tensor, groups: Groups) -> Tensor:
+    """A weighted mean, which knows which rows are there, and the offset of a group's last row."""
     weights = torch.arange(1.0, 1 + groups.rows.shape[2], dtype=torch.float64)
-    weights = torch.where(groups.is_there, weights, 0.0) + groups.number.unsqueeze(-1)
+    weights = torch.where(groups.is_there, weights + offsets[groups.last, None] / SEQLEN, 0.0)
     return (groups.rows * weights.unsqueeze(-1)).mean(2)
+
+
+def mean(groups: Groups) -> Tensor:
+    return groups.rows.mean(2)
 
 
 def dense_entries(x: Tensor, ratio: int, reach: int, start: int, stop: int) -> Tensor:
@@ -35,7 +40,7 @@ def dense_entries(x: Tensor, ratio: int, reach: int, start: int, stop: int) -> T
         end = (number + 1) * ratio
         is_there = (torch.arange(end - reach, end) >= 0)[None]
         rows = padded[:, None, end : end + reach]
-        found.append(pool(Groups(rows, is_there, torch.tensor([number]))))
+        found.append(pool(torch.tensor([end - 1]), Groups(rows, is_there, torch.tensor([0]))))
     return torch.cat(found, 1)
 
 
@@ -92,7 +97,9 @@ def test_outputs_and_gradients_are_those_of_dense_attention(
         whole = [x.clone().requires_grad_() for x in drawn]
         q, kv, x = (sp.shard(y, cu_seqlens=borders) for y in whole[:3])
         attention = CompressedAttention(sp)
-        entries = attention.compress(x, ratio, pool, reach, borders)
+        offsets = torch.cat([torch.arange(b - a) for a, b in pairwise(borders)])
+        offsets = sp.shard(offsets, 0, cu_seqlens=borders)
+        entries = attention.compress(x, ratio, partial(pool, offsets), reach, borders)
         out = attention(
             q, kv, entries.values, all_seen(entries), window, sinks=whole[3], cu_seqlens=borders
         )
@@ -110,7 +117,7 @@ def refusal(chosen: int = 0, ratio: int = 4, window: int = 3, dtype: Any = torch
     def rank(comm: Any) -> str:
         attention = CompressedAttention(sequence_parallel(comm))
         with pytest.raises(ValueError) as error:
-            entries = attention.compress(x, ratio, pool).values.to(dtype)
+            entries = attention.compress(x, ratio, mean).values.to(dtype)
             choice = torch.full((1, 8, 1), chosen)
             attention(x.unsqueeze(2), x, entries, choice, window + comm.rank * (window > 90))
         return str(error.value)
@@ -135,8 +142,8 @@ def test_bad_arguments_are_refused_on_every_rank(changes: Any, message: str) -> 
 X = torch.zeros(1, 8, 4, dtype=torch.float64)
 NO_CHOICE = torch.full((1, 8, 1), -1)
 WRONG_ON_ONE_RANK: dict[str, Any] = {
-    "borders": lambda a: a.compress(X, 4, pool, cu_seqlens=(1, 16)),
-    "dims": lambda a: a.compress(X[0], 4, pool),
+    "borders": lambda a: a.compress(X, 4, mean, cu_seqlens=(1, 16)),
+    "dims": lambda a: a.compress(X[0], 4, mean),
     "borders of a call": lambda a: a(X[:, :, None], X, X, NO_CHOICE, 2, cu_seqlens=(1, 16)),
     "rows of kv": lambda a: a(X[:, :, None], X[:, :4], X, NO_CHOICE, 2),
 }
@@ -149,7 +156,7 @@ def test_wrong_arguments_of_one_rank_are_refused_on_all(wrong: str) -> None:
         with pytest.raises(ValueError, match="must be" if comm.rank else "do not agree"):
             if comm.rank:
                 WRONG_ON_ONE_RANK[wrong](attention)
-            attention.compress(X, 4, pool)
+            attention.compress(X, 4, mean)
 
     run_threads(2, rank)
 

@@ -40,8 +40,8 @@ class Groups(NamedTuple):
     """(b, n, reach, c): what each entry is made of."""
     is_there: Tensor
     """(n, reach) bool. Of a document's first groups rows before the document are not there."""
-    number: Tensor
-    """(n,), the group's number in its document."""
+    last: Tensor
+    """(n,), which of this rank's rows is the group's last."""
 
 
 Pool = Callable[[Groups], Tensor]
@@ -108,7 +108,7 @@ class CompressedAttention(Shared):
         ends, back = (offset + 1) % ratio == 0, torch.arange(1 - reach, 1)
         index = (place[ends, None] + back).clamp(min=0)
         taken = rows.index_select(1, index.flatten().to(x.device)).unflatten(1, index.shape)
-        about = offset[ends, None] + back >= 0, offset[ends] // ratio
+        about = offset[ends, None] + back >= 0, ends.nonzero().flatten()
         own = pool(Groups(taken, *(y.to(x.device) for y in about)))
         if own.dim() != 3 or own.shape[:2] != taken.shape[:2]:
             got = f"{tuple(own.shape)} for groups.rows {tuple(taken.shape)}"

@@ -71,7 +71,7 @@ def _compress(
 ) -> tuple[Tensor, Tensor]:
     """In place of a compressor's forward: the entries of all ranks (b, 1, T, d), and those that
     this rank's rows see (b, 1, s, t); -1 = none."""
-    entries = _entries(attention, compressor, hidden)
+    entries = _entries(attention, compressor, hidden, position_ids)
     indexer = getattr(compressor, "indexer", None)
     if indexer is None:
         chosen = _all(entries).to(hidden.device).expand(len(hidden), -1, -1)
@@ -80,7 +80,9 @@ def _compress(
     return entries.values.unsqueeze(1), chosen.unsqueeze(1)
 
 
-def _entries(attention: Attention, compressor: Any, hidden: Tensor) -> Entries:
+def _entries(
+    attention: Attention, compressor: Any, hidden: Tensor, position_ids: Tensor
+) -> Entries:
     """The entries of a compressor, or of an indexer's own (section 2.3.1; equations 20 to 23)."""
     ratio, name = compressor.compress_rate, type(compressor).__name__
     kv, gate = compressor.kv_proj(hidden), compressor.gate_proj(hidden)
@@ -88,23 +90,24 @@ def _entries(attention: Attention, compressor: Any, hidden: Tensor) -> Entries:
     return attention.chosen.compressed.compress(
         torch.cat((kv, gate), -1),
         ratio,
-        partial(_pool, compressor),
+        partial(_pool, compressor, position_ids),
         2 * ratio if has_two_series else ratio,
         attention.documents.borders(name),
         name,
     )
 
 
-def _pool(compressor: Any, groups: Groups) -> Tensor:
+def _pool(compressor: Any, position_ids: Tensor, groups: Groups) -> Tensor:
     """The entries of groups: means of their keys, weighted by a softmax over a group's tokens in
-    each channel, with a norm and the rotation of the group's first token."""
+    each channel, with a norm and the rotation of the group's first token, whose position may count
+    from the start of the sequence, as those of the queries do then."""
     kv, gate = groups.rows.chunk(2, -1)
     gate = gate + compressor.position_bias.repeat(kv.shape[2] // compressor.compress_rate, 1)
     kv, gate = (_series(compressor, x) for x in (kv, gate))
     gate = gate.masked_fill(~groups.is_there.unsqueeze(-1), -torch.inf)
     weights = gate.softmax(2, dtype=accumulator_dtype(kv.dtype)).to(kv.dtype)
     pooled = compressor.kv_norm((kv * weights).sum(2))
-    starts = (groups.number * compressor.compress_rate).expand(len(pooled), -1)
+    starts = position_ids[:, groups.last] + 1 - compressor.compress_rate
     return _rotate(compressor, pooled.unsqueeze(2), starts).squeeze(2)
 
 
@@ -136,7 +139,7 @@ def _choose(
 ) -> Tensor:
     """In place of an indexer's forward: (b, s, t), the entries that this rank's rows see; -1 =
     none (equations 13 to 17)."""
-    entries, scorer = _entries(attention, indexer, hidden), indexer.scorer
+    entries, scorer = _entries(attention, indexer, hidden, position_ids), indexer.scorer
     q = indexer.q_b_proj(q_residual).unflatten(-1, (-1, indexer.head_dim))
     q = _rotate(indexer, q, position_ids).to(accumulator_dtype(q.dtype))
     weights = scorer.weights_proj(hidden).to(q.dtype) * scorer.weights_scaling
