@@ -132,7 +132,7 @@ def refusal(chosen: int = 0, ratio: int = 4, window: int = 3, dtype: Any = torch
         ({"window": 0}, "window"),
         ({"chosen": 4}, "chosen must be of 4 entries, or -1, got 4"),
         ({"dtype": torch.float32}, "entries must have q's dtype, torch.float64, got torch.float32"),
-        ({"window": 91}, "options"),
+        ({"window": 91}, "window: 91 (ranks [0]), 92 (ranks [1])"),
     ],
 )
 def test_bad_arguments_are_refused_on_every_rank(changes: Any, message: str) -> None:

@@ -94,15 +94,17 @@ class SparseAttention(Shared):
     ) -> Layout:
         """Check that all ranks make the same call, and return which rows each of them has."""
         same = {
-            "dtype": fingerprint(q.dtype),
-            "shapes beside the rows": fingerprint((len(q), *q.shape[2:], k.shape[2:], v.shape[2:])),
-            "options": fingerprint(options),
-            "cu_seqlens": fingerprint(mask.cu_seqlens),
+            "dtype": q.dtype,
+            "batch": len(q),
+            "shapes beside the rows": [tuple(x.shape[2:]) for x in (q, k, v)],
+            "options": options,
+            "cu_seqlens": mask.cu_seqlens,
             "needs a gradient": torch.is_grad_enabled() and (k.requires_grad or v.requires_grad),
         }
+        numbers = {key: fingerprint(x) for key, x in same.items()}
         highest = int(chosen.max()) if chosen.is_cpu and chosen.numel() else -1
         lengths = {"rows": q.shape[1], "highest chosen key": highest}
-        by_rank = self._consistency.check(same, lengths, q, layer=name)
+        by_rank = self._consistency.check(numbers, lengths, q, layer=name, objects=same)
         seqlen, highest = sum(by_rank["rows"]), max(by_rank["highest chosen key"])
         if highest >= seqlen:  # raised on all ranks
             raise ValueError(f"chosen must be positions of {seqlen} tokens, or -1, got {highest}")

@@ -100,8 +100,8 @@ class CompressedAttention(Shared):
             if x.dim() != 3:
                 raise ValueError(f"x must be (b, s, c), got {tuple(x.shape)}")
             mask = make_mask(cu_seqlens=cu_seqlens)
-        same = {"channels": fingerprint((len(x), x.shape[2])), "groups": fingerprint(ratio)}
-        layout, borders = self._layout(x, same | {"reach": reach}, mask, name)
+        same = {"batch and channels": (len(x), x.shape[2]), "ratio": ratio, "reach": reach}
+        layout, borders = self._layout(x, same, mask, name)
         needed = with_earlier_rows(layout, reach - 1, borders)
         rows = gather_needed(self._sp.comm, layout, needed, x, "groups")
         place, document, offset = self._places(layout, needed, borders)
@@ -154,30 +154,31 @@ class CompressedAttention(Shared):
             positive("window", window)
             _check_entries(entries, chosen, q, kv)
             mask = make_mask(cu_seqlens=cu_seqlens)
-        same = {
-            "shapes beside the rows": fingerprint((len(q), *q.shape[2:], entries.shape)),
-            "options": fingerprint((softmax.options, window)),
-        }
+        shapes = {"q, beside the rows": (len(q), *q.shape[2:]), "entries": tuple(entries.shape)}
+        same = shapes | {"options": softmax.options, "window": window}
         layout, borders = self._layout(kv, same, mask, name)
         needed = with_earlier_rows(layout, window - 1, borders)
         with torch.autocast(q.device.type, enabled=False):
             keys = gather_needed(self._sp.comm, layout, needed, kv, "window")
             place, _, offset = self._places(layout, needed, borders)
             back = torch.arange(window)
-            seen = torch.where(offset[:, None] >= back, place[:, None] - back, -1).to(q.device)
-            entries_seen = torch.where(chosen < 0, -1, chosen + keys.shape[1])
-            both = torch.cat((seen.expand(len(q), -1, -1), entries_seen), -1).int()
+            seen = (
+                torch.where(offset[:, None] >= back, place[:, None] - back, -1).int().to(q.device)
+            )
+            entries_seen = torch.where(chosen < 0, -1, chosen + keys.shape[1]).int()
+            both = torch.cat((seen.expand(len(q), -1, -1), entries_seen), -1)
             table = torch.cat((keys, entries), 1).unsqueeze(2)
             columns = Columns(slice(None), slice(None))
             return attend_to_rows(q, table, both.unsqueeze(2), softmax, columns)
 
     def _layout(
-        self, x: Tensor, same: dict[str, int], mask: Mask, name: str | None
+        self, x: Tensor, same: dict[str, object], mask: Mask, name: str | None
     ) -> tuple[Layout, tuple[int, ...]]:
         """Check that all ranks make the same call; which rows they have, and the documents."""
-        same |= {"dtype": fingerprint(x.dtype), "cu_seqlens": fingerprint(mask.cu_seqlens)}
+        same |= {"dtype": x.dtype, "cu_seqlens": mask.cu_seqlens}
         same |= {"needs a gradient": torch.is_grad_enabled() and x.requires_grad}
-        rows = self._consistency.check(same, {"rows": x.shape[1]}, x, layer=name)["rows"]
+        numbers, lengths = {key: fingerprint(y) for key, y in same.items()}, {"rows": x.shape[1]}
+        rows = self._consistency.check(numbers, lengths, x, layer=name, objects=same)["rows"]
         borders = mask.cu_seqlens or (0, sum(rows))
         return layout_of(self._sp.config.layout, rows, mask, "rows"), borders
 

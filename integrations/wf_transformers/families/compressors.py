@@ -74,7 +74,7 @@ def _compress(
     entries = _entries(attention, compressor, hidden, position_ids)
     indexer = getattr(compressor, "indexer", None)
     if indexer is None:
-        chosen = _all(entries).to(hidden.device).expand(len(hidden), -1, -1)
+        chosen = _all(entries, hidden.device).expand(len(hidden), -1, -1)
     else:
         chosen = indexer(hidden, q_residual, position_ids)
     return entries.values.unsqueeze(1), chosen.unsqueeze(1)
@@ -126,11 +126,12 @@ def _rotate(module: Any, x: Tensor, position_ids: Tensor) -> Tensor:
     return rotate(x.transpose(1, 2), cos, sin).transpose(1, 2)
 
 
-def _all(entries: Entries) -> Tensor:
-    """(s, t): all entries that each row may see; -1 = none."""
-    columns = torch.arange(int(entries.count.max()))
-    is_seen = columns < entries.count.unsqueeze(-1)
-    return torch.where(is_seen, entries.first.unsqueeze(-1) + columns, -1)
+def _all(entries: Entries, device: torch.device) -> Tensor:
+    """(s, t) int32: all entries that each row may see; -1 = none. Made on the device: a row may see
+    thousands, and hosts are slow."""
+    columns = torch.arange(int(entries.count.max()), dtype=torch.int32, device=device)
+    first, count = (x.int().to(device).unsqueeze(-1) for x in (entries.first, entries.count))
+    return torch.where(columns < count, first + columns, -1)
 
 
 @torch.no_grad()
