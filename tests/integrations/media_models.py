@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers as tf
 
-from tests.integrations.families import GEMMA4, GLM5_NEXT, NoFloat32
+from tests.integrations.families import GEMMA4, GLM5_NEXT, MISTRAL_LARGE4, NoFloat32
 from tests.integrations.media_batches import (
     AUDIO,
     AUDIO_START,
@@ -197,6 +197,13 @@ ALL_MODELS = {
         {**LLAVA, "text_config": MISTRAL, "vision_config": Part("PixtralVisionConfig", OF_16)}
         | {"spatial_merge_size": 2},
         mistral3_batch,
+    ),
+    "mistral_large4": MediaModel(
+        "MistralLarge4",
+        {**MISTRAL_LARGE4, "image_token_index": IMAGE}
+        | {"vision_config": {"model_type": "pixtral", **OF_16}},
+        mistral3_batch,
+        has_experts=True,
     ),
     # tiles of an image of any size, and a token at the end of each row of patches
     "llava_next": MediaModel(

@@ -144,6 +144,7 @@ TABLE: Mapping[str, Media] = MappingProxyType(
         "Gemma3ForConditionalGeneration": Media((TILES,), TOWER, by_image),
         "Gemma4ForConditionalGeneration": GEMMA4,
         "Mistral3ForConditionalGeneration": LLAVA,
+        "MistralLarge4ForConditionalGeneration": LLAVA,
         "InternVLForConditionalGeneration": TILED,
         "GotOcr2ForConditionalGeneration": TILED,
         "Ovis2ForConditionalGeneration": TILED,
