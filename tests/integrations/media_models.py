@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers as tf
 
-from tests.integrations.families import GEMMA4, GLM5_NEXT, MISTRAL_LARGE4, NoFloat32
+from tests.integrations.families import GEMMA4, GLM5_NEXT, MINIMAX_M3, MISTRAL_LARGE4, NoFloat32
 from tests.integrations.media_batches import (
     AUDIO,
     AUDIO_START,
@@ -95,17 +95,20 @@ class MediaModel:
     """A class of transformers, the fields of its config, and a batch for it."""
 
     name: str
-    """Without "Config" and `head`."""
+    """Without `head`."""
     sizes: dict[str, Any]
     batch: Callable[[], dict[str, Any]] = qwen_batch
     head: str = "ForConditionalGeneration"
     changes: dict[str, Part] = field(default_factory=dict)
     """Fields that are set after the config was made."""
     has_experts: bool = False
+    config: str = ""
+    """The name of its config, if it is not `name` and "Config"."""
 
     def build(self) -> Any:
         fields = deepcopy(self.sizes)
-        config = getattr(tf, f"{self.name}Config")(**{k: _made(x) for k, x in fields.items()})
+        config_class = getattr(tf, self.config or f"{self.name}Config")
+        config = config_class(**{k: _made(x) for k, x in fields.items()})
         for key, part in self.changes.items():
             setattr(config, key, _made(part))
         if self.has_experts:  # the other implementations have no float64
@@ -405,6 +408,17 @@ ALL_MODELS = {
         },
         has_experts=True,
     ),
+    "minimax_m3": MediaModel(
+        "MiniMaxM3Sparse",
+        {
+            "text_config": MINIMAX_M3,
+            "vision_config": {**OF_16, "spatial_merge_size": 2},
+            "projector_hidden_size": 24,
+            **IMAGES_AND_VIDEOS,
+        },
+        has_experts=True,
+        config="MiniMaxM3VLConfig",
+    ),
     # its language model has recurrences, too
     "qwen3_5": MediaModel(
         "Qwen3_5",
@@ -473,7 +487,7 @@ ALL_OF_TEXT_ALONE = {
     ),
 }
 MODELS, TEXT_ALONE = (
-    {family: x for family, x in models.items() if hasattr(tf, f"{x.name}Config")}
+    {family: x for family, x in models.items() if hasattr(tf, x.config or f"{x.name}Config")}
     for models in (ALL_MODELS, ALL_OF_TEXT_ALONE)
 )
 """Those of this version of transformers."""
@@ -491,5 +505,5 @@ def build(family: str) -> Any:
 
 def media_batch(family: str, video: bool = False) -> dict[str, Any]:
     """Two samples, of 3 and 1 images; with a video, too, if the family takes any."""
-    takes_videos = family in ("qwen2_vl", "qwen2_5_vl")
+    takes_videos = family in ("qwen2_vl", "qwen2_5_vl", "minimax_m3")
     return qwen_batch(video=video) if takes_videos else MODELS[family].batch()

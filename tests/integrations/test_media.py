@@ -94,7 +94,7 @@ def test_images_are_exact(family: str, size: int, layout: str) -> None:
     assert_exact(family, size, media_batch(family), layout)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", sorted({"qwen2_vl", "qwen2_5_vl", "minimax_m3"} & MODELS.keys()))
 def test_images_and_a_video_are_exact(family: str) -> None:
     assert_exact(family, 4, qwen_batch(video=True))
 

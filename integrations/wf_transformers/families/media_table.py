@@ -145,6 +145,7 @@ TABLE: Mapping[str, Media] = MappingProxyType(
         "Gemma4ForConditionalGeneration": GEMMA4,
         "Mistral3ForConditionalGeneration": LLAVA,
         "MistralLarge4ForConditionalGeneration": LLAVA,
+        "MiniMaxM3SparseForConditionalGeneration": Media((IMAGES, VIDEOS), TOWER),
         "InternVLForConditionalGeneration": TILED,
         "GotOcr2ForConditionalGeneration": TILED,
         "Ovis2ForConditionalGeneration": TILED,
