@@ -91,6 +91,10 @@ SHARED_CHOICE = {"indexer_types": ["full", "shared", "full"]}
 DOTS3 = {
     "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
     "sliding_window": 5,
+    "shared_experts_intermediate_size": 16,
+    **{"swa_num_attention_heads": 8, "swa_num_key_value_heads": 8, "swa_head_dim": 12},
+    **{"swa_q_lora_rank": 16, "swa_kv_lora_rank": 16},
+    **{"swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8},
 }
 MISTRAL_LARGE4 = {
     "text_config": {**INDEXED, **SHARED_CHOICE, "model_type": "mistral_large4_text"},

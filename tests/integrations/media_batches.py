@@ -164,6 +164,15 @@ def omni_batch(frames: tuple[int, ...], lengths: tuple[int, ...]) -> dict[str, A
     return without_types(batch) | {"attention_mask": ones, "video_second_per_grid": seconds}
 
 
+def dots3_batch() -> dict[str, Any]:
+    """Images, a video, and sounds of 2, 2 and 1 tokens of up to 16 samples, 2 of which are a frame;
+    a patch has no frames."""
+    batch = omni_batch((16, 9, 8), (2, 2, 1))
+    del batch["feature_attention_mask"], batch["video_second_per_grid"]
+    batch |= {key: batch[key][:, :12] for key in ("pixel_values", "pixel_values_videos")}
+    return batch | {"chunk_sample_lengths": torch.tensor([32, 19, 16])}
+
+
 def sound_of_video_batch(frames: int, tokens: int, masked: bool) -> dict[str, Any]:
     """Two samples of a video, with its sound of `tokens` tokens between its frames of 2."""
     pair = [START, AUDIO_START, *[VIDEO] * 2, *[AUDIO] * tokens, *[VIDEO] * 2, 9, 9]

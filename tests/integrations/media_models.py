@@ -11,13 +11,22 @@ from typing import Any
 import torch
 import transformers as tf
 
-from tests.integrations.families import GEMMA4, GLM5_NEXT, MINIMAX_M3, MISTRAL_LARGE4, NoFloat32
+from tests.integrations.families import (
+    DOTS3,
+    GEMMA4,
+    GLM5_NEXT,
+    INDEXED,
+    MINIMAX_M3,
+    MISTRAL_LARGE4,
+    NoFloat32,
+)
 from tests.integrations.media_batches import (
     AUDIO,
     AUDIO_START,
     IMAGE,
     START,
     VIDEO,
+    dots3_batch,
     gemma3_batch,
     gemma4_batch,
     got_ocr2_batch,
@@ -77,6 +86,11 @@ VOXTRAL |= {"num_hidden_layers": 2, "num_mel_bins": 3, "max_source_positions": 8
 GEMMA4_AUDIO = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 GEMMA4_AUDIO |= {"subsampling_conv_channels": [8, 4], "output_proj_dims": 16}
 GEMMA4_AUDIO |= {"attention_chunk_size": 4, "attention_context_left": 3}
+DOTS3_VISION = {**OF_16, "adapter_in_dim": 16, "adapter_out_dim": 32}
+DOTS3_VISION |= {"pyramid_num_routed": [-1, 4], "moe_intermediate_size": 16}
+DOTS3_AUDIO = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+DOTS3_AUDIO |= {"num_attention_heads": 2, "feature_size": 3, "hop_length": 2}
+DOTS3_AUDIO |= {"downsample_hidden_size": 8, "adapter_input_size": 16, "adapter_out_dim": 32}
 PHI4_AUDIO = {"hidden_size": 16, "intermediate_size": 24, "num_blocks": 2, "input_size": 16}
 PHI4_AUDIO |= {"num_attention_heads": 2, "nemo_conv_channels": 8, "ext_pw_out_channel": 16}
 PHI4_AUDIO |= {"depthwise_separable_out_channel": 16, "audio_token_id": AUDIO}
@@ -112,7 +126,7 @@ class MediaModel:
         for key, part in self.changes.items():
             setattr(config, key, _made(part))
         if self.has_experts:  # the other implementations have no float64
-            config.text_config._experts_implementation = "eager"
+            config._experts_implementation = "eager"
         model = getattr(tf, self.name + self.head)(config)
         if self.name == "Qwen3OmniMoeThinker":
             for owner in (model, model.model):  # it joins positions of the dtypes of `float`
@@ -418,6 +432,19 @@ ALL_MODELS = {
         },
         has_experts=True,
         config="MiniMaxM3VLConfig",
+    ),
+    # images, videos, and sounds of chunks
+    "dots3": MediaModel(
+        "Dots3Note",
+        {
+            "text_config": {**INDEXED, **DOTS3},
+            "vision_config": DOTS3_VISION,
+            "audio_config": DOTS3_AUDIO,
+            **IMAGES_AND_VIDEOS,
+            "audio_token_id": AUDIO,
+        },
+        dots3_batch,
+        has_experts=True,
     ),
     # its language model has recurrences, too
     "qwen3_5": MediaModel(

@@ -119,8 +119,9 @@ class _FeatureSelection:
 
     def encode(self, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the model's method, and keep the features of this rank's tokens."""
+        number = len(self.pending)
         features = encode(*args, **kwargs)
-        if not self.pending:
+        if not number or len(self.pending) < number:  # videos by the method for images
             return features
         rows = self.pending.pop(0)
         if isinstance(features, Tensor):

@@ -19,9 +19,11 @@ from wf_transformers.families.media_counts import (
     FRAME_NUMBERS,
     FRAMES,
     NUMBERS,
+    SAMPLES,
     SHAPES,
     SOUND_MASK,
     Modality,
+    by_chunks,
     by_fourth,
     by_frames,
     by_grid,
@@ -109,6 +111,7 @@ SHAPED = replace(TILES, count=by_shapes, others=(SHAPES, "pixel_attention_mask")
 HEARD = replace(SOUNDS, count=by_frames, others=(FRAMES,))
 LISTENED = replace(HEARD, features=MERGE_SOUNDS)
 OMNI = Media((HEARD, IMAGES, VIDEOS), ("audio_tower", "visual"), rope=True)
+DOTS3 = (IMAGES, VIDEOS, replace(SOUNDS, count=by_chunks, others=(SAMPLES,)))
 LIGHT_ON = Media((PICTURES,), ("vision_encoder", "vision_projection"))
 POSED = ("video_position_ids", FRAME_NUMBERS)
 GEMMA4 = Media(
@@ -146,6 +149,7 @@ TABLE: Mapping[str, Media] = MappingProxyType(
         "Mistral3ForConditionalGeneration": LLAVA,
         "MistralLarge4ForConditionalGeneration": LLAVA,
         "MiniMaxM3SparseForConditionalGeneration": Media((IMAGES, VIDEOS), TOWER),
+        "Dots3NoteForConditionalGeneration": Media(DOTS3, ("vision_tower", "audio_tower")),
         "InternVLForConditionalGeneration": TILED,
         "GotOcr2ForConditionalGeneration": TILED,
         "Ovis2ForConditionalGeneration": TILED,
