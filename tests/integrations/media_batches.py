@@ -19,13 +19,16 @@ VIDEO_GRID = (2, 4, 2)  # 4 tokens
 PATCH_WIDTH = 3 * 2 * 2 * 2  # colours, frames, height, width
 
 
-def qwen_batch(image_counts: tuple[int, ...] = (3, 1), video: bool = False) -> dict[str, Any]:
-    """A sample of text and images for each of `image_counts`; a video ends the last one."""
+def qwen_batch(
+    image_counts: tuple[int, ...] = (3, 1), video: bool = False, line_ends: int = 0
+) -> dict[str, Any]:
+    """A sample of text and images for each of `image_counts`; a video ends the last one. A line of
+    an image ends with `line_ends` more tokens."""
     grids, samples = iter(GRIDS), []
     for number, count in enumerate(image_counts):
         tokens = [3 + number, 4, 5]
         for grid in (next(grids) for _ in range(count)):
-            tokens += [START, *[IMAGE] * (num_patches(grid) // 4), 7, 8]
+            tokens += [START, *[IMAGE] * num_tokens(grid, line_ends), 7, 8]
         samples.append(tokens)
     used = GRIDS[: sum(image_counts)]
     media = {
@@ -33,7 +36,7 @@ def qwen_batch(image_counts: tuple[int, ...] = (3, 1), video: bool = False) -> d
         "image_grid_thw": torch.tensor(used),
     }
     if video:
-        samples[-1] += [START, *[VIDEO] * (num_patches(VIDEO_GRID) // 4), 9]
+        samples[-1] += [START, *[VIDEO] * num_tokens(VIDEO_GRID, line_ends), 9]
         media |= {
             "pixel_values_videos": random_normal(num_patches(VIDEO_GRID), PATCH_WIDTH),
             "video_grid_thw": torch.tensor([VIDEO_GRID]),
@@ -44,6 +47,11 @@ def qwen_batch(image_counts: tuple[int, ...] = (3, 1), video: bool = False) -> d
 def num_patches(grid: tuple[int, int, int]) -> int:
     frames, height, width = grid
     return frames * height * width
+
+
+def num_tokens(grid: tuple[int, int, int], line_ends: int) -> int:
+    frames, height, width = grid
+    return frames * (height // 2) * (width // 2 + line_ends)
 
 
 def with_token_types(batch: dict[str, Any]) -> dict[str, Any]:
@@ -169,8 +177,18 @@ def dots3_batch() -> dict[str, Any]:
     a patch has no frames."""
     batch = omni_batch((16, 9, 8), (2, 2, 1))
     del batch["feature_attention_mask"], batch["video_second_per_grid"]
-    batch |= {key: batch[key][:, :12] for key in ("pixel_values", "pixel_values_videos")}
-    return batch | {"chunk_sample_lengths": torch.tensor([32, 19, 16])}
+    return without_frames(batch) | {"chunk_sample_lengths": torch.tensor([32, 19, 16])}
+
+
+def hy_v4_vl_batch() -> dict[str, Any]:
+    """Images and a video, whose lines end with a token."""
+    return without_frames(qwen_batch(video=True, line_ends=1))
+
+
+def without_frames(batch: dict[str, Any]) -> dict[str, Any]:
+    """With patches of one frame."""
+    pixels = ("pixel_values", "pixel_values_videos")
+    return batch | {key: batch[key][:, : PATCH_WIDTH // 2] for key in pixels}
 
 
 def sound_of_video_batch(frames: int, tokens: int, masked: bool) -> dict[str, Any]:
@@ -251,10 +269,10 @@ def padded(samples: list[list[int]]) -> dict[str, Any]:
 
 
 def right_padded(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch with the last 5 tokens of its second sample, which are text, as padding."""
+    """The batch with the last 4 tokens of its second sample, which are text, as padding."""
     ids, labels = batch["input_ids"], batch["labels"]
     mask = torch.ones_like(ids)
-    mask[1, -5:] = 0
+    mask[1, -4:] = 0
     return batch | {"attention_mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
 
 

@@ -18,6 +18,7 @@ from tests.integrations.families import (
     INDEXED,
     MINIMAX_M3,
     MISTRAL_LARGE4,
+    SHARED_CHOICE,
     NoFloat32,
 )
 from tests.integrations.media_batches import (
@@ -30,6 +31,7 @@ from tests.integrations.media_batches import (
     gemma3_batch,
     gemma4_batch,
     got_ocr2_batch,
+    hy_v4_vl_batch,
     idefics2_batch,
     idefics3_batch,
     lfm2_vl_batch,
@@ -444,6 +446,17 @@ ALL_MODELS = {
             "audio_token_id": AUDIO,
         },
         dots3_batch,
+        has_experts=True,
+    ),
+    "hy_v4_vl": MediaModel(
+        "HYV4VL",
+        {
+            "text_config": {**INDEXED, **SHARED_CHOICE, "rope_parameters": rope(2, 1, 1)},
+            "vision_config": {**OF_16, "spatial_merge_size": 2, "out_hidden_size": 32}
+            | {"max_image_size": 8},
+            **IMAGES_AND_VIDEOS,
+        },
+        hy_v4_vl_batch,
         has_experts=True,
     ),
     # its language model has recurrences, too

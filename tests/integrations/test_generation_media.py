@@ -28,7 +28,13 @@ OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_toke
 SHOWN = {"return_dict_in_generate": True, "output_logits": True}
 PADDING = 5
 WITHOUT = {"paligemma"}  # its prompt is a prefix
-WITHOUT |= {"glm5_next", "mistral_large4", "minimax_m3", "dots3"}  # their layers have an indexer
+WITHOUT |= {
+    "glm5_next",
+    "mistral_large4",
+    "minimax_m3",
+    "dots3",
+    "hy_v4_vl",
+}  # their layers have an indexer
 if not hasattr(transformers, "Qwen3VLConfig"):  # its Qwen2-Audio takes no cache over ranks
     WITHOUT.add("qwen2_audio")
 

@@ -141,6 +141,7 @@ CHOICES: Mapping[str, Choice] = MappingProxyType(
         "GlmMoeDsaAttention": _best_keys,
         "AXK2Attention": _best_keys,
         "HYV4Attention": _best_keys,
+        "HYV4VLAttention": _best_keys,
         "Dots3NoteTextAttention": _best_keys,
         "MistralLarge4TextAttention": _best_keys,
         "Glm5NextTextAttention": _best_pools,
@@ -235,7 +236,10 @@ def _choose(
 
 
 def _rows(value: Any, rows: Tensor) -> Any:
-    """The rows of a tensor (b, s, ...), or of each of a tuple of tensors; other values as is."""
+    """The rows of a tensor (b, s, ...), of positions (..., b, s), or of each of a tuple of tensors;
+    other values as is."""
     if isinstance(value, tuple):
         return tuple(_rows(x, rows) for x in value)
-    return value[:, rows] if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value[:, rows] if value.is_floating_point() else value[..., rows]
+    return value

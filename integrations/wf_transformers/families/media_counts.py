@@ -85,6 +85,13 @@ def by_grid(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
     return media[modality.rows].prod(dim=1) // getattr(model.config.vision_config, MERGED) ** 2
 
 
+def by_lines(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
+    """As `by_grid`, and one more feature at the end of each line of features."""
+    side = getattr(model.config.vision_config, MERGED)
+    frames, height, width = media[modality.rows].unbind(dim=1)
+    return frames * (height // side) * (width // side + 1)
+
+
 def by_pixels(model: Any, modality: Modality, media: Tensors, tokens: int) -> Tensor | list[int]:
     """image_sizes (media, 2) in pixels, for encoders that give each patch inside them a token."""
     if "image_sizes" not in media:

@@ -27,6 +27,7 @@ from wf_transformers.families.media_counts import (
     by_fourth,
     by_frames,
     by_grid,
+    by_lines,
     by_pixels,
     by_positions,
     by_shapes,
@@ -95,6 +96,7 @@ GRID, VIDEO_GRID = "image_grid_thw", "video_grid_thw"
 IMAGES = replace(TILES, count=by_grid, others=(GRID,), rows=GRID)
 VIDEOS = replace(CLIPS, count=by_grid, others=(VIDEO_GRID,), rows=VIDEO_GRID)
 QWEN = Media((IMAGES, VIDEOS), ("visual",), rope=True)
+LINES = tuple(replace(x, count=by_lines) for x in (IMAGES, VIDEOS))
 GLM = Media((IMAGES,), ("visual",), rope=True)
 """Its videos have the tokens of images."""
 PICTURES = replace(TILES, count=by_pixels, others=("image_sizes",))
@@ -150,6 +152,7 @@ TABLE: Mapping[str, Media] = MappingProxyType(
         "MistralLarge4ForConditionalGeneration": LLAVA,
         "MiniMaxM3SparseForConditionalGeneration": Media((IMAGES, VIDEOS), TOWER),
         "Dots3NoteForConditionalGeneration": Media(DOTS3, ("vision_tower", "audio_tower")),
+        "HYV4VLForConditionalGeneration": Media(LINES, ("vision_tower",), rope=True),
         "InternVLForConditionalGeneration": TILED,
         "GotOcr2ForConditionalGeneration": TILED,
         "Ovis2ForConditionalGeneration": TILED,
