@@ -54,8 +54,10 @@ class ChosenAttention:
             NotImplementedError: for dropout, full attention, and keys chosen beside a window.
         """
         if dropout_p or not causal or (entries is None and window_size != (-1, -1)):
+            got = f"dropout {dropout_p}, causal {causal}, window_size {window_size}"
             raise NotImplementedError(
-                f"{name} chooses its keys, beside a window, dropout or full attention"
+                f"{name} chooses its keys, for which there is no dropout (set attention_dropout to "
+                f"0), no full attention, and no window beside chosen keys: got {got}"
             )
         if entries is None:
             return self._sparse(q, k, v, chosen, **options, name=name)
