@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.helpers import run_threads
 from tests.sparse.test_attention import gradients, sequence_parallel
 from wf_backends.sparse import CompressedAttention
+from wf_backends.sparse import entries as entries_file
 from wf_backends.sparse.compressed import Entries, Groups
 from wf_backends.sparse.needed_rows import with_earlier_rows
 
@@ -76,6 +77,7 @@ def all_seen(entries: Entries) -> Tensor:
     return torch.where(seen, entries.first[:, None] + columns, -1).expand(BATCH, -1, -1)
 
 
+@pytest.mark.parametrize("chosen", [True, False])
 @pytest.mark.parametrize("borders", [WHOLE, DOCUMENTS], ids=["whole", "documents"])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "document_zigzag"])
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -83,8 +85,17 @@ def all_seen(entries: Entries) -> Tensor:
     ("ratio", "reach", "window"), [(2, 4, 3), (4, 4, 1), (5, 9, 40), (14, 14, 7)]
 )
 def test_outputs_and_gradients_are_those_of_dense_attention(
-    ratio: int, reach: int, window: int, size: int, layout: str, borders: tuple[int, ...]
+    ratio: int,
+    reach: int,
+    window: int,
+    size: int,
+    layout: str,
+    borders: tuple[int, ...],
+    chosen: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """`chosen`: whether the entries that a row sees are given one by one, or all of them meant."""
+    monkeypatch.setattr(entries_file, "BLOCK_SCORES", 4 * BATCH * HEADS * SEQLEN)
     generator = torch.Generator().manual_seed(0)
     shapes = (BATCH, SEQLEN, HEADS, DIM), (BATCH, SEQLEN, DIM), (BATCH, SEQLEN, DIM), (HEADS,)
     drawn = [torch.randn(*x, dtype=torch.float64, generator=generator) for x in shapes]
@@ -100,9 +111,9 @@ def test_outputs_and_gradients_are_those_of_dense_attention(
         offsets = torch.cat([torch.arange(b - a) for a, b in pairwise(borders)])
         offsets = sp.shard(offsets, 0, cu_seqlens=borders)
         entries = attention.compress(x, ratio, partial(pool, offsets), reach, borders)
-        out = attention(
-            q, kv, entries.values, all_seen(entries), window, sinks=whole[3], cu_seqlens=borders
-        )
+        choice = all_seen(entries) if chosen else None
+        options = {"ratio": ratio, "sinks": whole[3], "cu_seqlens": borders}
+        out = attention(q, kv, entries.values, choice, window, **options)
         results = gradients(sp.unshard(out, cu_seqlens=borders), *whole)
         return [*results[:-1], sp.sum_over_ranks(results[-1])]
 
@@ -110,7 +121,9 @@ def test_outputs_and_gradients_are_those_of_dense_attention(
         torch.testing.assert_close(got, [*expected], rtol=0, atol=1e-12)
 
 
-def refusal(chosen: int = 0, ratio: int = 4, window: int = 3, dtype: Any = torch.float64) -> str:
+def refusal(
+    chosen: int | None = 0, ratio: int = 4, window: int = 3, dtype: Any = torch.float64
+) -> str:
     """The error on each of two ranks, the same for both but for their own values."""
     x = torch.zeros(1, 8, 4, dtype=torch.float64)
 
@@ -118,7 +131,7 @@ def refusal(chosen: int = 0, ratio: int = 4, window: int = 3, dtype: Any = torch
         attention = CompressedAttention(sequence_parallel(comm))
         with pytest.raises(ValueError) as error:
             entries = attention.compress(x, ratio, mean).values.to(dtype)
-            choice = torch.full((1, 8, 1), chosen)
+            choice = None if chosen is None else torch.full((1, 8, 1), chosen)
             attention(x.unsqueeze(2), x, entries, choice, window + comm.rank * (window > 90))
         return str(error.value)
 
@@ -129,6 +142,7 @@ def refusal(chosen: int = 0, ratio: int = 4, window: int = 3, dtype: Any = torch
     ("changes", "message"),
     [
         ({"ratio": 0}, "ratio"),
+        ({"chosen": None}, "ratio must be"),
         ({"window": 0}, "window"),
         ({"chosen": 4}, "chosen must be of 4 entries, or -1, got 4"),
         ({"dtype": torch.float32}, "entries must have q's dtype, torch.float64, got torch.float32"),

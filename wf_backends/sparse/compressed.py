@@ -26,11 +26,12 @@ from torch import Tensor
 from wf_backends._compile import eager
 from wf_backends._validation import positive
 from wf_backends.comm import ConsistencyCheck, Shared, fingerprint
-from wf_backends.parallel import SequenceParallel, check_tensors, make_softmax
+from wf_backends.parallel import SequenceParallel, Softmax, check_tensors, make_softmax
 from wf_backends.runtime import positions
 from wf_backends.schedule import Layout, Mask, join, layout_of, locate, make_mask
+from wf_backends.sparse.entries import EntriesAttention
 from wf_backends.sparse.needed_rows import all_rows, gather_needed, with_earlier_rows
-from wf_backends.sparse.rows import Columns, attend_to_rows
+from wf_backends.sparse.rows import Columns, RowsAttention, add_sinks
 
 
 class Groups(NamedTuple):
@@ -124,8 +125,9 @@ class CompressedAttention(Shared):
         q: Tensor,
         kv: Tensor,
         entries: Tensor,
-        chosen: Tensor,
+        chosen: Tensor | None,
         window: int,
+        ratio: int = 0,
         softmax_scale: float | None = None,
         sinks: Tensor | None = None,
         cu_seqlens: Sequence[int] | None = None,
@@ -138,8 +140,10 @@ class CompressedAttention(Shared):
         Args:
             q: (b, s, h, d), any float dtype. kv: (b, s, d).
             entries: (b, T, d), the values of `compress`.
-            chosen: (b, s, t) integers: the entries that a row sees, none twice; -1 = none.
+            chosen: (b, s, t) integers: the entries that a row sees, none twice; -1 = none. None:
+                all that it may see, as `Entries` says.
             window: tokens, the row's own among them.
+            ratio: as in `compress`; needed where `chosen` is None.
             softmax_scale, sinks, name: as in `sp.attention`. cu_seqlens: as in `compress`.
 
         Returns:
@@ -153,23 +157,27 @@ class CompressedAttention(Shared):
             softmax = make_softmax(q, softmax_scale, 0.0, None, sinks)
             positive("window", window)
             _check_entries(entries, chosen, q, kv)
+            if chosen is None:
+                positive("ratio", ratio)
             mask = make_mask(cu_seqlens=cu_seqlens)
         shapes = {"q, beside the rows": (len(q), *q.shape[2:]), "entries": tuple(entries.shape)}
         same = shapes | {"options": softmax.options, "window": window}
+        same |= {"ratio": ratio, "chosen": chosen is not None}
         layout, borders = self._layout(kv, same, mask, name)
         needed = with_earlier_rows(layout, window - 1, borders)
         with torch.autocast(q.device.type, enabled=False):
             keys = gather_needed(self._sp.comm, layout, needed, kv, "window")
-            place, _, offset = self._places(layout, needed, borders)
-            back = torch.arange(window)
-            seen = (
-                torch.where(offset[:, None] >= back, place[:, None] - back, -1).int().to(q.device)
-            )
-            entries_seen = torch.where(chosen < 0, -1, chosen + keys.shape[1]).int()
-            both = torch.cat((seen.expand(len(q), -1, -1), entries_seen), -1)
-            table = torch.cat((keys, entries), 1).unsqueeze(2)
-            columns = Columns(slice(None), slice(None))
-            return attend_to_rows(q, table, both.unsqueeze(2), softmax, columns)
+            place, document, offset = self._places(layout, needed, borders)
+            seen = _window(place, offset, window).to(q.device).expand(len(q), -1, -1)
+            if chosen is not None:
+                others = torch.where(chosen < 0, -1, chosen + keys.shape[1]).int()
+                table, seen = torch.cat((keys, entries), 1), torch.cat((seen, others), -1)
+                return add_sinks(*_attend(q, table, seen, softmax), softmax).to(q.dtype)
+            first = torch.tensor(_first_entries(ratio, borders))[document]
+            limits = first, (offset + 1) // ratio, softmax.scores.scale
+            of_entries = EntriesAttention.apply(q, entries, *limits)
+            merged = _merge(_attend(q, keys, seen, softmax), of_entries)
+            return add_sinks(*merged, softmax).to(q.dtype)
 
     def _layout(
         self, x: Tensor, same: dict[str, object], mask: Mask, name: str | None
@@ -193,6 +201,29 @@ class CompressedAttention(Shared):
         return positions(locate(shard, held)), document, rows - starts[document]
 
 
+def _window(place: Tensor, offset: Tensor, window: int) -> Tensor:
+    """(s, window) int32: the places of the last keys up to each row; -1 = before its document."""
+    back = torch.arange(window)
+    return torch.where(offset[:, None] >= back, place[:, None] - back, -1).int()
+
+
+OutLse = tuple[Tensor, Tensor]  # (b, s, h, d), (b, s, h)
+
+
+def _attend(q: Tensor, table: Tensor, seen: Tensor, softmax: Softmax) -> OutLse:
+    """Attention to rows `seen` (b, s, t) of a table (b, n, d) of keys, which are values too."""
+    columns = Columns(slice(None), slice(None))
+    tables = table.unsqueeze(2), seen.unsqueeze(2)
+    return RowsAttention.apply(q, *tables, softmax.scores.scale, columns)
+
+
+def _merge(a: OutLse, b: OutLse) -> OutLse:
+    """The (out, lse) of the keys of both; every row has seen a key in `a`."""
+    lse = torch.logaddexp(a[1], b[1])
+    weighted = [out * torch.exp(x - lse).unsqueeze(-1) for out, x in (a, b)]
+    return weighted[0] + weighted[1], lse
+
+
 def _first_entries(ratio: int, borders: Sequence[int]) -> list[int]:
     """The first entry of each document; at last the number of all entries."""
     numbers = ((stop - start) // ratio for start, stop in pairwise(borders))
@@ -211,7 +242,7 @@ def _entries_of(layout: Layout, ratio: int, borders: tuple[int, ...]) -> Layout:
     return tuple(join((before(start), before(stop)) for start, stop in rows) for rows in layout)
 
 
-def _check_entries(entries: Tensor, chosen: Tensor, q: Tensor, kv: Tensor) -> None:
+def _check_entries(entries: Tensor, chosen: Tensor | None, q: Tensor, kv: Tensor) -> None:
     if q.shape[:2] != kv.shape[:2]:
         got = f"q {tuple(q.shape)}, kv {tuple(kv.shape)}"
         raise ValueError(f"q and kv must be the same rows, got {got}")
@@ -219,6 +250,8 @@ def _check_entries(entries: Tensor, chosen: Tensor, q: Tensor, kv: Tensor) -> No
         raise ValueError(f"entries must be (b, T, d) for q {tuple(q.shape)}, got {entries.shape}")
     if entries.dtype != q.dtype:
         raise ValueError(f"entries must have q's dtype, {q.dtype}, got {entries.dtype}")
+    if chosen is None:
+        return
     fits = chosen.dim() == 3 and chosen.shape[:2] == q.shape[:2]
     if not fits or chosen.dtype.is_floating_point or chosen.dtype == torch.bool:
         got = f"{tuple(chosen.shape)} of {chosen.dtype}"

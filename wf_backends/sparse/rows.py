@@ -35,11 +35,16 @@ def attend_to_rows(
 ) -> Tensor:
     """(b, s, h, e) in q's dtype, with the sinks of `softmax`; the rest as in `RowsAttention`."""
     out, lse = RowsAttention.apply(q, table, chosen, softmax.scores.scale, columns)
+    return add_sinks(out, lse, softmax).to(q.dtype)
+
+
+def add_sinks(out: Tensor, lse: Tensor, softmax: Softmax) -> Tensor:
+    """out (b, s, h, e) with the sinks of `softmax`, if it has any; lse (b, s, h)."""
     if softmax.learned.sinks is None:
         return out
     rows_first = out.transpose(0, 1), lse.transpose(0, 1)
     merged, _ = with_sinks(*rows_first, softmax.learned.sinks)
-    return merged.transpose(0, 1).to(q.dtype)
+    return merged.transpose(0, 1)
 
 
 class RowsAttention(torch.autograd.Function):
@@ -60,7 +65,7 @@ class RowsAttention(torch.autograd.Function):
         lse = q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
         for block in _blocks(q, table, chosen, scale, columns):
             block_lse = block.scores.logsumexp(-1)
-            weights = _weights(block.scores, block_lse)
+            weights = weights_of(block.scores, block_lse)
             out[:, block.rows] = (weights @ block.values).flatten(2, 3)
             lse[:, block.rows] = block_lse.flatten(2)
         ctx.save_for_backward(q, table, chosen, out, lse)
@@ -79,7 +84,7 @@ class RowsAttention(torch.autograd.Function):
         for block in _blocks(q, table, chosen, ctx.scale, columns):
             rows_of = (x[:, block.rows].unflatten(2, (heads, -1)) for x in (dout, lse, delta))
             block_dout, block_lse, block_delta = (x.to(wide) for x in rows_of)
-            p = _weights(block.scores, block_lse)
+            p = weights_of(block.scores, block_lse)
             dscores = p * (block_dout @ block.values.mT - block_delta.unsqueeze(-1))
             dscores *= ctx.scale
             dq[:, block.rows] = (dscores @ block.keys).flatten(2, 3)
@@ -126,6 +131,6 @@ def _blocks(
         yield _Block(rows, index, read, keys, values, queries, scores)
 
 
-def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+def weights_of(scores: Tensor, lse: Tensor) -> Tensor:
     """exp(scores - lse): the softmax of the scores; 0 in rows without keys."""
     return torch.exp(scores - lse.masked_fill(lse == -inf, 0.0).unsqueeze(-1))

@@ -18,6 +18,9 @@ MASK_IS_CHOICE = "mask_is_choice"
 """Keyword argument of layers: of what they pass a choice in place of the mask; KEYS, or ENTRIES,
 which follow their keys. None = the mask is a mask."""
 KEYS, ENTRIES = "keys", "entries"
+RATIO = "entries_ratio"
+"""Keyword argument of layers with ENTRIES whose rows see all of them, of groups of so many tokens;
+what they pass in place of the mask is empty then."""
 
 
 class ChosenAttention:
@@ -35,19 +38,21 @@ class ChosenAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        chosen: Tensor,
+        chosen: Tensor | None,
         name: str,
         causal: bool,
         window_size: tuple[int, int],
         seqlen: int | None,
         dropout_p: float,
         entries: Tensor | None = None,
+        ratio: int = 0,
         **options: Any,
     ) -> Tensor:
         """(b, s, h, d), of queries (b, s, h, d) and keys (b, s, g, d) of a layer called `name`.
 
         Args:
-            chosen: (b, s, g or 1, t) keys, all of which a row may see; or (b, 1, s, t) entries.
+            chosen: (b, s, g or 1, t) keys, all of which a row may see; or (b, 1, s, t) entries;
+                None: all entries of groups of `ratio` tokens.
             entries: (b, T, d), beside a window. None: no window.
 
         Raises:
@@ -59,10 +64,13 @@ class ChosenAttention:
                 f"{name} chooses its keys, for which there is no dropout (set attention_dropout to "
                 f"0), no full attention, and no window beside chosen keys: got {got}"
             )
+        options["name"] = name
         if entries is None:
-            return self._sparse(q, k, v, chosen, **options, name=name)
-        keys, entries, window = k.squeeze(2), entries.to(q.dtype), window_size[0] + 1
-        return self.compressed(q, keys, entries, chosen.squeeze(1), window, **options, name=name)
+            assert chosen is not None
+            return self._sparse(q, k, v, chosen, **options)
+        entries, window = entries.to(q.dtype), window_size[0] + 1
+        choice = None if chosen is None else chosen.squeeze(1)
+        return self.compressed(q, k.squeeze(2), entries, choice, window, ratio, **options)
 
 
 def take_choice(
@@ -70,7 +78,7 @@ def take_choice(
 ) -> tuple[Tensor, Tensor]:
     """Put what a layer chose into its keyword arguments, and also entries (b, 1, T, d) that follow
     its keys (b, 1, s, d), which are values too; (key, value) of the tokens."""
-    kwargs["indices"] = choice
+    kwargs["indices"] = None if kwargs.get(RATIO) else choice
     if kwargs[MASK_IS_CHOICE] != ENTRIES:
         return key, value
     keys, entries = key.split((query.shape[2], key.shape[2] - query.shape[2]), 2)

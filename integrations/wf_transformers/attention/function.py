@@ -16,7 +16,7 @@ from wf_backends._compile import eager
 from wf_backends.comm import Shared
 from wf_backends.schedule import SLICE_ARGUMENTS
 from wf_transformers.attention.blocks import BLOCKS, masks_with_blocks
-from wf_transformers.attention.chosen import MASK_IS_CHOICE, ChosenAttention, take_choice
+from wf_transformers.attention.chosen import MASK_IS_CHOICE, RATIO, ChosenAttention, take_choice
 from wf_transformers.attention.documents import Documents, by_sample
 from wf_transformers.attention.llama4 import chunk_borders, scaled_by_position
 from wf_transformers.attention.masks import MaskCheck, padding_of
@@ -33,6 +33,7 @@ SCORE_OPTIONS: Mapping[str, str] = MappingProxyType(
         "indices": "chosen",  # (b, s, g or 1, t), the keys that each row sees
         "block_indices": "chosen",
         "entries": "entries",  # (b, T, d), beside the keys of a window; "indices" are of them
+        RATIO: "ratio",  # how many tokens an entry stands for, where a row sees all entries
     }
 )
 """Keyword arguments of layers about their scores -> parameters of `SequenceParallel.attention`, of
@@ -170,6 +171,7 @@ class Attention(Shared):
         v: Tensor,
         masks: Sequence[Mapping[str, Any]] | None = None,
         chosen: Tensor | None = None,
+        entries: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
         """sp.attention with the layer's name, which compiled graphs must not depend on.
@@ -182,8 +184,8 @@ class Attention(Shared):
         name = self._layer_names.get(module)
         if name is None:
             name = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}"
-        if chosen is not None:
-            return self.chosen(q, k, v, chosen, name, **options)
+        if chosen is not None or entries is not None:
+            return self.chosen(q, k, v, chosen, name, entries=entries, **options)
         if self.cache is not None and self.cache.length:
             return self.cache.attention(module, q, k, v, **options)
         if self.cache is not None:

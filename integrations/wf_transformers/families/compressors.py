@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from wf_backends._compile import eager
 from wf_backends.runtime import accumulator_dtype
 from wf_backends.sparse import Entries, Groups
-from wf_transformers.attention.chosen import ENTRIES, MASK_IS_CHOICE
+from wf_transformers.attention.chosen import ENTRIES, MASK_IS_CHOICE, RATIO
 from wf_transformers.attention.function import Attention
 from wf_transformers.calls import Kwargs
 from wf_transformers.families.indexers import SCORES_OF_BLOCK
@@ -57,7 +57,9 @@ def _change_arguments(
     window = layer.sliding_window - 1, -1
     attention.check_mask(kwargs.get("attention_mask"), causal=True, window=window)
     no_columns = hidden.new_empty(len(hidden), 1, hidden.shape[1], 0, dtype=torch.long)
-    return args, kwargs | {"attention_mask": no_columns, MASK_IS_CHOICE: ENTRIES}
+    sees_all = getattr(layer.compressor, "indexer", None) is None
+    options = {MASK_IS_CHOICE: ENTRIES, RATIO: layer.compressor.compress_rate if sees_all else None}
+    return args, kwargs | options | {"attention_mask": no_columns}
 
 
 @eager
@@ -70,11 +72,11 @@ def _compress(
     *_: Any,
 ) -> tuple[Tensor, Tensor]:
     """In place of a compressor's forward: the entries of all ranks (b, 1, T, d), and those that
-    this rank's rows see (b, 1, s, t); -1 = none."""
+    an indexer chose for this rank's rows (b, 1, s, t), -1 = none; without one t is 0."""
     entries = _entries(attention, compressor, hidden, position_ids)
     indexer = getattr(compressor, "indexer", None)
     if indexer is None:
-        chosen = _all(entries, hidden.device).expand(len(hidden), -1, -1)
+        chosen = hidden.new_empty(*hidden.shape[:2], 0, dtype=torch.long)
     else:
         chosen = indexer(hidden, q_residual, position_ids)
     return entries.values.unsqueeze(1), chosen.unsqueeze(1)
@@ -124,14 +126,6 @@ def _rotate(module: Any, x: Tensor, position_ids: Tensor) -> Tensor:
     cos, sin = module.rotary_emb(x, position_ids=position_ids, layer_type=module.rope_layer_type)
     rotate = sys.modules[transformers_class(module).__module__].apply_rotary_pos_emb
     return rotate(x.transpose(1, 2), cos, sin).transpose(1, 2)
-
-
-def _all(entries: Entries, device: torch.device) -> Tensor:
-    """(s, t) int32: all entries that each row may see; -1 = none. Made on the device: a row may see
-    thousands, and hosts are slow."""
-    columns = torch.arange(int(entries.count.max()), dtype=torch.int32, device=device)
-    first, count = (x.int().to(device).unsqueeze(-1) for x in (entries.first, entries.count))
-    return torch.where(columns < count, first + columns, -1)
 
 
 @torch.no_grad()
