@@ -189,3 +189,13 @@ def test_a_pool_that_makes_no_entry_of_each_group_is_refused() -> None:
 def test_only_rows_of_the_same_document_are_needed() -> None:
     layout = ((0, 3), (9, 12)), ((3, 9),)
     assert with_earlier_rows(layout, 2, (0, 2, 12)) == (((0, 3), (7, 12)), ((2, 9),))
+
+
+def test_all_entries_of_another_ratio_are_refused_on_every_rank() -> None:
+    def rank(comm: Any) -> None:
+        attention = CompressedAttention(sequence_parallel(comm))
+        entries = attention.compress(X, 4, mean).values
+        with pytest.raises(ValueError, match="of ratio=8 tokens, 2 in this sequence, got 4"):
+            attention(X.unsqueeze(2), X, entries, None, 2, ratio=8)
+
+    run_threads(2, rank)

@@ -116,8 +116,7 @@ class CompressedAttention(Shared):
             raise ValueError(f"pool must return (b, n, d), got {got}")
         owned = _entries_of(layout, ratio, borders)
         values = gather_needed(self._sp.comm, owned, all_rows(owned), own, "entries")
-        first = torch.tensor(_first_entries(ratio, borders))
-        return Entries(values, first[document], (offset + 1) // ratio)
+        return Entries(values, *_visible(document, offset, ratio, borders))
 
     @eager
     def __call__(
@@ -164,20 +163,22 @@ class CompressedAttention(Shared):
         same = shapes | {"options": softmax.options, "window": window}
         same |= {"ratio": ratio, "chosen": chosen is not None}
         layout, borders = self._layout(kv, same, mask, name)
+        if chosen is None:
+            _check_number(entries, ratio, borders)
         needed = with_earlier_rows(layout, window - 1, borders)
         with torch.autocast(q.device.type, enabled=False):
             keys = gather_needed(self._sp.comm, layout, needed, kv, "window")
             place, document, offset = self._places(layout, needed, borders)
             seen = _window(place, offset, window).to(q.device).expand(len(q), -1, -1)
-            if chosen is not None:
+            if chosen is None:
+                limits = _visible(document, offset, ratio, borders)
+                of_entries = EntriesAttention.apply(q, entries, *limits, softmax.scores.scale)
+                out_lse = _merge(_attend(q, keys, seen, softmax), of_entries)
+            else:
                 others = torch.where(chosen < 0, -1, chosen + keys.shape[1]).int()
                 table, seen = torch.cat((keys, entries), 1), torch.cat((seen, others), -1)
-                return add_sinks(*_attend(q, table, seen, softmax), softmax).to(q.dtype)
-            first = torch.tensor(_first_entries(ratio, borders))[document]
-            limits = first, (offset + 1) // ratio, softmax.scores.scale
-            of_entries = EntriesAttention.apply(q, entries, *limits)
-            merged = _merge(_attend(q, keys, seen, softmax), of_entries)
-            return add_sinks(*merged, softmax).to(q.dtype)
+                out_lse = _attend(q, table, seen, softmax)
+            return add_sinks(*out_lse, softmax).to(q.dtype)
 
     def _layout(
         self, x: Tensor, same: dict[str, object], mask: Mask, name: str | None
@@ -230,6 +231,13 @@ def _first_entries(ratio: int, borders: Sequence[int]) -> list[int]:
     return list(accumulate(numbers, initial=0))
 
 
+def _visible(
+    document: Tensor, offset: Tensor, ratio: int, borders: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """`first` and `count` of `Entries`, of rows with these documents and offsets."""
+    return torch.tensor(_first_entries(ratio, borders))[document], (offset + 1) // ratio
+
+
 @lru_cache(maxsize=64)
 def _entries_of(layout: Layout, ratio: int, borders: tuple[int, ...]) -> Layout:
     """By rank: the entries whose groups end in its rows."""
@@ -259,3 +267,12 @@ def _check_entries(entries: Tensor, chosen: Tensor | None, q: Tensor, kv: Tensor
     if chosen.is_cpu and chosen.numel() and int(chosen.max()) >= entries.shape[1]:
         got = int(chosen.max())
         raise ValueError(f"chosen must be of {entries.shape[1]} entries, or -1, got {got}")
+
+
+def _check_number(entries: Tensor, ratio: int, borders: Sequence[int]) -> None:
+    expected = _first_entries(ratio, borders)[-1]
+    if entries.shape[1] != expected:  # raised on all ranks
+        raise ValueError(
+            f"entries must be those of groups of ratio={ratio} tokens, {expected} in this "
+            f"sequence, got {entries.shape[1]}"
+        )
