@@ -74,21 +74,44 @@ def test_positions_may_go_on_from_document_to_document(name: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_GENERATING)
 def test_dropout_and_generation_are_refused(name: str) -> None:
+    """Dropout also if one rank alone has it: the others do not wait for that rank."""
     family = FAMILIES[name]
     sizes = {"attention_dropout": 0.1}
     if "text_config" in family.sizes:
         sizes = {"text_config": {**family.sizes["text_config"], **sizes}}
-    models = [build(family, **sizes).train() for _ in range(2)]
+    models = [build(family, **sizes).train(), build(family).train()]
     ids = batch()["input_ids"]
+    errors = [
+        ((NotImplementedError, ValueError), "got dropout 0.1|dropout_p: 0.1 "),
+        (ValueError, r"ranks \[0\] refuse their own|dropout_p: 0.1 "),
+    ]
 
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm), models[comm.rank]
         with wf_transformers.attach(model, sp, verify=False) as handle:
             local = wf_transformers.forward_kwargs(model, sp.shard_batch(batch()))
-            with pytest.raises(NotImplementedError, match="chooses its keys, .* got dropout 0.1"):
+            error, message = errors[comm.rank]
+            with pytest.raises(error, match=message):
                 model(**local)
             with pytest.raises(NotImplementedError, match="chooses its keys .*generation"):
                 wf_transformers.generate(model.eval(), handle, ids, max_new_tokens=2)
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
+def test_a_mask_on_one_rank_alone_is_refused_on_all(name: str) -> None:
+    models = [build(FAMILIES[name]) for _ in range(2)]
+    errors = "attention_mask of shape .* hides more", r"ranks \[0\] refuse their own arguments"
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), models[comm.rank]
+        with wf_transformers.attach(model, sp, verify=False):
+            local = wf_transformers.forward_kwargs(model, sp.shard_batch(batch()))
+            if comm.rank == 0:
+                local["attention_mask"] = torch.eye(local["input_ids"].shape[1])[None, None].bool()
+            with pytest.raises(ValueError, match=errors[comm.rank]):
+                model(**local)
 
     run_threads(2, rank)
 

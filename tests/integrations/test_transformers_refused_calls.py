@@ -147,6 +147,21 @@ def test_masks_of_four_dims_that_are_no_band_are_refused(family: str, mask: Tens
         model(**INPUTS, attention_mask=mask)
 
 
+def test_a_mask_on_one_rank_alone_is_refused_on_all() -> None:
+    errors = "attention_mask of shape", r"ranks \[0\] refuse their own arguments"
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), build("llama", "eager", {})
+        wf_transformers.attach(model, sp)
+        local = wf_transformers.forward_kwargs(model, sp.shard_batch({"input_ids": IDS}))
+        if comm.rank == 0:
+            local["attention_mask"] = torch.eye(local["input_ids"].shape[1])[None, None].bool()
+        with pytest.raises(ValueError, match=errors[comm.rank]):
+            model(**local)
+
+    run_threads(2, rank)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gpt_neox"])
 @pytest.mark.parametrize(
     "padding", [[0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0]], ids=["left", "right"]

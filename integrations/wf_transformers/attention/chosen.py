@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from wf_backends import SequenceParallel
+from wf_backends.comm import ConsistencyCheck
 from wf_backends.sparse import CompressedAttention, SparseAttention
 from wf_transformers.calls import Kwargs
 
@@ -32,6 +33,7 @@ class ChosenAttention:
 
     def __init__(self, sp: SequenceParallel) -> None:
         self._sparse, self.compressed = SparseAttention(sp), CompressedAttention(sp)
+        self._consistency = ConsistencyCheck(sp.comm)
 
     def __call__(
         self,
@@ -58,12 +60,14 @@ class ChosenAttention:
         Raises:
             NotImplementedError: for dropout, full attention, and keys chosen beside a window.
         """
-        if dropout_p or not causal or (entries is None and window_size != (-1, -1)):
-            got = f"dropout {dropout_p}, causal {causal}, window_size {window_size}"
-            raise NotImplementedError(
-                f"{name} chooses its keys, for which there is no dropout (set attention_dropout to "
-                f"0), no full attention, and no window beside chosen keys: got {got}"
-            )
+        with self._consistency:  # an error in this block is raised on all ranks
+            if dropout_p or not causal or (entries is None and window_size != (-1, -1)):
+                got = f"dropout {dropout_p}, causal {causal}, window_size {window_size}"
+                raise NotImplementedError(
+                    f"{name} chooses its keys, for which there is no dropout (set "
+                    f"attention_dropout to 0), no full attention, and no window beside chosen "
+                    f"keys: got {got}"
+                )
         options["name"] = name
         if entries is None:
             assert chosen is not None

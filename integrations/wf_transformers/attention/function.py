@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, MappingProxyType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from wf_backends import SequenceParallel
 from wf_backends._compile import eager
-from wf_backends.comm import Shared
+from wf_backends.comm import ConsistencyCheck, Shared
 from wf_backends.schedule import SLICE_ARGUMENTS
 from wf_transformers.attention.blocks import BLOCKS, masks_with_blocks
 from wf_transformers.attention.chosen import MASK_IS_CHOICE, RATIO, ChosenAttention, take_choice
@@ -66,6 +67,7 @@ class Attention(Shared):
         self.drops = True
         """Whether dropout is applied where a layer wants it."""
         self.check_mask = MaskCheck()
+        self._consistency = ConsistencyCheck(sp.comm)
         self.chosen = ChosenAttention(sp)
         self._layer_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
@@ -108,23 +110,28 @@ class Attention(Shared):
         if kwargs.get(MASK_IS_CHOICE):
             key, value = take_choice(query, key, value, attention_mask, kwargs)
             attention_mask = None
-        self._check(module, query, key, kwargs)
-        # GPT-2 of transformers 4 passes is_causal=False in causal layers for one row or any mask.
-        unreliable = attention_mask is not None or query.shape[2] == 1
-        causal = _is_causal(module, is_causal if is_causal or not unreliable else None)
-        window = _window(module, sliding_window, causal)
-        query = scaled_by_position(self, module, query, kwargs)
-        q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
-        options: dict[str, Any] = {
-            ours: kwargs[theirs]
-            for theirs, ours in SCORE_OPTIONS.items()
-            if kwargs.get(theirs) is not None
-        }
-        options |= self._mask_kwargs(module, attention_mask, causal, window, kwargs)
-        options |= chunk_borders(self, module, q.shape[1], options)
-        options["softmax_scale"] = _scale(module, scaling, query.shape[-1])
+        with self.refusing_on_all_ranks():
+            self._check(module, query, key, kwargs)
+            # GPT-2 of transformers 4 passes is_causal=False in causal layers for one row or a mask.
+            unreliable = attention_mask is not None or query.shape[2] == 1
+            causal = _is_causal(module, is_causal if is_causal or not unreliable else None)
+            window = _window(module, sliding_window, causal)
+            query = scaled_by_position(self, module, query, kwargs)
+            q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
+            options: dict[str, Any] = {
+                ours: kwargs[theirs]
+                for theirs, ours in SCORE_OPTIONS.items()
+                if kwargs.get(theirs) is not None
+            }
+            options |= self._mask_kwargs(module, attention_mask, causal, window, kwargs)
+            options |= chunk_borders(self, module, q.shape[1], options)
+            options["softmax_scale"] = _scale(module, scaling, query.shape[-1])
         dropout_p = dropout if self.drops else 0.0
         return self._attend(module, q, k, v, **options, dropout_p=dropout_p), None
+
+    def refusing_on_all_ranks(self) -> AbstractContextManager[None]:
+        """A block whose errors are raised on all ranks, except while torch.compile traces it."""
+        return nullcontext() if torch.compiler.is_compiling() else self._consistency
 
     def _check(
         self, module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]

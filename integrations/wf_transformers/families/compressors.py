@@ -55,7 +55,8 @@ def _change_arguments(
     it appends the entries to its keys."""
     hidden = args[0] if args else kwargs["hidden_states"]
     window = layer.sliding_window - 1, -1
-    attention.check_mask(kwargs.get("attention_mask"), causal=True, window=window)
+    with attention.refusing_on_all_ranks():
+        attention.check_mask(kwargs.get("attention_mask"), causal=True, window=window)
     no_columns = hidden.new_empty(len(hidden), 1, hidden.shape[1], 0, dtype=torch.long)
     sees_all = getattr(layer.compressor, "indexer", None) is None
     options = {MASK_IS_CHOICE: ENTRIES, RATIO: layer.compressor.compress_rate if sees_all else None}

@@ -175,7 +175,8 @@ def _change_arguments(
     """Give multi-head latent attention its projection for `sp.attention`, and a mask of one
     element, which the layer reads."""
     hidden = args[0] if args else kwargs["hidden_states"]
-    attention.check_mask(kwargs.get("attention_mask"), causal=True, window=None)
+    with attention.refusing_on_all_ranks():
+        attention.check_mask(kwargs.get("attention_mask"), causal=True, window=None)
     kv_up = weight_of(layer.kv_b_proj, hidden.new_empty(0, layer.kv_lora_rank))
     mask = hidden.new_ones(1, 1, 1, 1, dtype=torch.bool)
     options = {"attention_mask": mask, "kv_up": kv_up.unflatten(0, (layer.num_heads, -1))}
