@@ -29,7 +29,8 @@ class Handle:
         sp: the sequence parallelism of this rank.
         attention: the function that the layers of a Hugging Face model call.
         data_parallel_rank, data_parallel_size: the number of this rank's sequence-parallel group,
-            and how many there are: what part of the data it reads.
+            and how many there are: what part of the data it reads. Ranks of a sequence count as
+            neighbours: set both in a mesh where they are not, or whose ranks share data otherwise.
         advice: added to errors about batches that differ: how to give ranks the same samples.
         undo: the callbacks that `remove()` runs, in reverse order.
         first: the `FirstStep` that compares the model on its first training batch, if any.
@@ -45,10 +46,13 @@ class Handle:
         self.first: Any = None  # a FirstStep, whose module imports this one
         self.whole_batches = False
         self._warned = False  # of labels at padding
-        self.advice = (
-            f"all {sp.size} ranks of a sequence read the same samples: shard the data by "
-            f"rank // {sp.size}"
-        )
+        ranks, how = [*sp.comm.global_ranks], f"shard the data by rank // {sp.size}"
+        if ranks != [*range(ranks[0], ranks[0] + sp.size)]:  # of a mesh, as ("sp", "tp")
+            how = (
+                f"set handle.data_parallel_rank and data_parallel_size, which are those of ranks "
+                f"that are neighbours, and here ranks {ranks} share a sequence"
+            )
+        self.advice = f"all {sp.size} ranks of a sequence read the same samples: {how}"
 
     def __deepcopy__(self, _: Any) -> Self:
         """A copy of an attached model (an average of weights) runs over the same ranks."""

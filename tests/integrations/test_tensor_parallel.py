@@ -34,6 +34,7 @@ from tests.integrations.deepspeed_jobs import (  # noqa: E402
 )
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_backends.comm import Communicator  # noqa: E402
+from wf_transformers.handle import Handle  # noqa: E402
 
 pytestmark = pytest.mark.processes
 
@@ -169,9 +170,29 @@ def refusals_of_tp_ranks(comm: Communicator) -> dict[str, list[str]]:
     return messages
 
 
-def test_tensor_parallel_ranks_that_share_a_sequence_are_refused() -> None:
-    by_rank = run_processes(4, refusals_of_tp_ranks, timeout=280.0, start=python())
-    for rank, messages in enumerate(by_rank):
+def same_data_on_a_mesh() -> list[str]:
+    """The advice where ranks of "sp" read different samples; afterwards they read the same."""
+    group, _ = dist.new_subgroups_by_enumeration(make_mesh().mesh.T.tolist())
+    handle = Handle(SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), group))
+    samples: Any = [{"input_ids": torch.full((8,), n)} for n in range(4)]
+    with pytest.raises(ValueError) as raised:
+        handle.shard_batch(next(iter(handle.prepare_dataloader(samples, batch_size=1))))
+    handle.data_parallel_rank, handle.data_parallel_size = 0, 1
+    for batch in handle.prepare_dataloader(samples, batch_size=1):
+        handle.shard_batch(batch)
+    return raised.value.__notes__
+
+
+def refusals(comm: Communicator) -> tuple[dict[str, list[str]], list[str]]:
+    return refusals_of_tp_ranks(comm), same_data_on_a_mesh()
+
+
+def test_ranks_of_a_mesh_that_share_the_wrong_tokens_are_refused() -> None:
+    by_rank = run_processes(4, refusals, timeout=280.0, start=python())
+    for rank, (messages, notes) in enumerate(by_rank):
+        shared = [0, 2] if rank % 2 == 0 else [1, 3]
+        assert "set handle.data_parallel_rank and data_parallel_size" in notes[0]
+        assert f"ranks {shared} share a sequence" in notes[0]
         ranks = [0, 1] if rank < 2 else [2, 3]
         expected = f"q_proj.weight is in parts on the ranks {ranks}, and ranks {ranks} share"
         assert {order: len(texts) for order, texts in messages.items()} == {
