@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tests.helpers import run_threads
 from tests.sparse.test_attention import gradients, sequence_parallel
-from wf_backends.sparse import CompressedAttention
-from wf_backends.sparse import entries as entries_file
+from wf_backends.sparse import CompressedAttention, key_ranges
 from wf_backends.sparse.compressed import Entries, Groups
 from wf_backends.sparse.needed_rows import with_earlier_rows
 
@@ -95,7 +94,8 @@ def test_outputs_and_gradients_are_those_of_dense_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`chosen`: whether the entries that a row sees are given one by one, or all of them meant."""
-    monkeypatch.setattr(entries_file, "BLOCK_SCORES", 4 * BATCH * HEADS * SEQLEN)
+    monkeypatch.setattr(key_ranges, "BLOCK_ROWS", 4)  # blocks of 1 to 4 rows
+    monkeypatch.setattr(key_ranges, "BLOCK_SCORES", 40 * BATCH * HEADS)
     generator = torch.Generator().manual_seed(0)
     shapes = (BATCH, SEQLEN, HEADS, DIM), (BATCH, SEQLEN, DIM), (BATCH, SEQLEN, DIM), (HEADS,)
     drawn = [torch.randn(*x, dtype=torch.float64, generator=generator) for x in shapes]

@@ -26,10 +26,10 @@ from torch import Tensor
 from wf_backends._compile import eager
 from wf_backends._validation import positive
 from wf_backends.comm import ConsistencyCheck, Shared, fingerprint
-from wf_backends.parallel import SequenceParallel, Softmax, check_tensors, make_softmax
+from wf_backends.parallel import SequenceParallel, check_tensors, make_softmax
 from wf_backends.runtime import positions
 from wf_backends.schedule import Layout, Mask, join, layout_of, locate, make_mask
-from wf_backends.sparse.entries import EntriesAttention
+from wf_backends.sparse.key_ranges import RangesAttention
 from wf_backends.sparse.needed_rows import all_rows, gather_needed, with_earlier_rows
 from wf_backends.sparse.rows import Columns, RowsAttention, add_sinks
 
@@ -169,16 +169,15 @@ class CompressedAttention(Shared):
         with torch.autocast(q.device.type, enabled=False):
             keys = gather_needed(self._sp.comm, layout, needed, kv, "window")
             place, document, offset = self._places(layout, needed, borders)
-            seen = _window(place, offset, window).to(q.device).expand(len(q), -1, -1)
+            in_window, scale = (offset + 1).clamp(max=window), softmax.scores.scale
+            of_keys = RangesAttention.apply(q, keys, place + 1 - in_window, in_window, scale)
             if chosen is None:
                 limits = _visible(document, offset, ratio, borders)
-                of_entries = EntriesAttention.apply(q, entries, *limits, softmax.scores.scale)
-                out_lse = _merge(_attend(q, keys, seen, softmax), of_entries)
+                of_entries = RangesAttention.apply(q, entries, *limits, scale)
             else:
-                others = torch.where(chosen < 0, -1, chosen + keys.shape[1]).int()
-                table, seen = torch.cat((keys, entries), 1), torch.cat((seen, others), -1)
-                out_lse = _attend(q, table, seen, softmax)
-            return add_sinks(*out_lse, softmax).to(q.dtype)
+                rows = entries.unsqueeze(2), chosen.unsqueeze(2)
+                of_entries = RowsAttention.apply(q, *rows, scale, Columns(slice(None), slice(None)))
+            return add_sinks(*_merge(of_keys, of_entries), softmax).to(q.dtype)
 
     def _layout(
         self, x: Tensor, same: dict[str, object], mask: Mask, name: str | None
@@ -202,20 +201,7 @@ class CompressedAttention(Shared):
         return positions(locate(shard, held)), document, rows - starts[document]
 
 
-def _window(place: Tensor, offset: Tensor, window: int) -> Tensor:
-    """(s, window) int32: the places of the last keys up to each row; -1 = before its document."""
-    back = torch.arange(window)
-    return torch.where(offset[:, None] >= back, place[:, None] - back, -1).int()
-
-
 OutLse = tuple[Tensor, Tensor]  # (b, s, h, d), (b, s, h)
-
-
-def _attend(q: Tensor, table: Tensor, seen: Tensor, softmax: Softmax) -> OutLse:
-    """Attention to rows `seen` (b, s, t) of a table (b, n, d) of keys, which are values too."""
-    columns = Columns(slice(None), slice(None))
-    tables = table.unsqueeze(2), seen.unsqueeze(2)
-    return RowsAttention.apply(q, *tables, softmax.scores.scale, columns)
 
 
 def _merge(a: OutLse, b: OutLse) -> OutLse:

@@ -123,7 +123,7 @@ def _blocks(
         block_chosen = chosen[:, rows].long()
         index = (first_rows + block_chosen.clamp(min=0) * heads).flatten()
         read = table.view(-1, width).index_select(0, index).to(wide)
-        read = read.view(samples, -1, heads, num_chosen, width)
+        read = read.view(*block_chosen.shape[:2], heads, num_chosen, width)
         keys, values = read[..., columns.key], read[..., columns.value]
         queries = q[:, rows].unflatten(2, (heads, -1)).to(wide)
         scores = (queries @ keys.mT).mul_(scale)

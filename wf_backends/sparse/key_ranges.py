@@ -1,9 +1,9 @@
-"""Attention of rows to all entries up to them, a block of rows at a time.
+"""Attention of each row to consecutive keys, a block of rows at a time.
 
 The backward computes the scores again from lse, as FlashAttention does (arXiv 2205.14135).
 
-Shapes: b batch, s rows, h query heads, d head_dim, T entries, n rows of a block, t entries that
-some row of a block sees.
+Shapes: b batch, s rows, h query heads, d head_dim, T keys, n rows of a block, t keys that some row
+of a block sees.
 """
 
 from __future__ import annotations
@@ -20,72 +20,76 @@ from wf_backends.sparse.rows import weights_of
 
 BLOCK_SCORES = 1 << 24
 """Of all heads in a block: 64 MiB in float32."""
+BLOCK_ROWS = 128
+"""A block has no more rows than a row sees keys, or than these: it reads the keys of all."""
 
 
-class EntriesAttention(torch.autograd.Function):
-    """(out (b, s, h, d) in q's dtype, lse (b, s, h)) of softmax(scale q e^T) e.
+class RangesAttention(torch.autograd.Function):
+    """(out (b, s, h, d) in q's dtype, lse (b, s, h)) of softmax(scale q k^T) k.
 
     Args:
-        q: (b, s, h, d). entries: (b, T, d), keys and values of all heads.
-        first, count: (s,) integers on the CPU: row i sees entries first[i] to first[i] + count[i].
+        q: (b, s, h, d). keys: (b, T, d), of all heads, which are the values too.
+        first, count: (s,) integers on the CPU: row i sees keys first[i] to first[i] + count[i].
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, entries: Tensor, first: Tensor, count: Tensor, scale: float
+        ctx: Any, q: Tensor, keys: Tensor, first: Tensor, count: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
-        for block in _blocks(q, entries, first, count, scale):
+        for block in _blocks(q, keys, first, count, scale):
             block_lse = block.scores.logsumexp(-1)
             weights = weights_of(block.scores, block_lse)
-            out[:, block.rows] = torch.einsum("bnht,btd->bnhd", weights, block.entries)
+            out[:, block.rows] = torch.einsum("bnht,btd->bnhd", weights, block.keys)
             lse[:, block.rows] = block_lse
-        ctx.save_for_backward(q, entries, out, lse)
+        ctx.save_for_backward(q, keys, out, lse)
         ctx.first, ctx.count, ctx.scale = first, count, scale
         return out, lse
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, entries, out, lse = ctx.saved_tensors
-        dq, dentries = torch.empty_like(q), torch.zeros_like(entries, dtype=lse.dtype)
+        q, keys, out, lse = ctx.saved_tensors
+        dq, dkeys = torch.empty_like(q), torch.zeros_like(keys, dtype=lse.dtype)
         # dscore = p (dp - delta), and lse adds p dlse
         delta = (dout.to(lse.dtype) * out).sum(-1) - dlse
-        for block in _blocks(q, entries, ctx.first, ctx.count, ctx.scale):
+        for block in _blocks(q, keys, ctx.first, ctx.count, ctx.scale):
             rows_of = (x[:, block.rows] for x in (dout, lse, delta))
             block_dout, block_lse, block_delta = (x.to(lse.dtype) for x in rows_of)
             p = weights_of(block.scores, block_lse)
-            dp = torch.einsum("bnhd,btd->bnht", block_dout, block.entries)
+            dp = torch.einsum("bnhd,btd->bnht", block_dout, block.keys)
             dscores = p * (dp - block_delta.unsqueeze(-1)) * ctx.scale
-            dq[:, block.rows] = torch.einsum("bnht,btd->bnhd", dscores, block.entries)
-            into = dentries[:, block.columns]
+            dq[:, block.rows] = torch.einsum("bnht,btd->bnhd", dscores, block.keys)
+            into = dkeys[:, block.columns]
             into += torch.einsum("bnht,bnhd->btd", dscores, block.queries)
             into += torch.einsum("bnht,bnhd->btd", p, block_dout)
-        return dq, dentries.to(entries.dtype), None, None, None
+        return dq, dkeys.to(keys.dtype), None, None, None
 
 
 class _Block(NamedTuple):
     rows: slice
     columns: slice
-    """The entries that some of the rows see."""
-    entries: Tensor
+    """The keys that some of the rows see."""
+    keys: Tensor
     """(b, t, d), in the accumulator's dtype, as all below."""
     queries: Tensor
     """(b, n, h, d)"""
     scores: Tensor
-    """(b, n, h, t); -inf where a row does not see an entry."""
+    """(b, n, h, t); -inf where a row does not see a key."""
 
 
 def _blocks(
-    q: Tensor, entries: Tensor, first: Tensor, count: Tensor, scale: float
+    q: Tensor, keys: Tensor, first: Tensor, count: Tensor, scale: float
 ) -> Iterator[_Block]:
     """The rows' scores, block by block."""
-    wide, size = accumulator_dtype(q.dtype), max(1, len(q) * q.shape[2] * entries.shape[1])
-    for rows in torch.arange(q.shape[1]).split(max(1, BLOCK_SCORES // size)):
-        rows = slice(int(rows[0]), int(rows[-1]) + 1)
+    wide, num_rows = accumulator_dtype(q.dtype), q.shape[1]
+    longest = max(BLOCK_ROWS, int(count.max()) if num_rows else 0)  # a block has about twice it
+    size = max(1, min(longest, BLOCK_SCORES // (2 * longest * len(q) * q.shape[2])))
+    for first_row in range(0, num_rows, size):
+        rows = slice(first_row, min(first_row + size, num_rows))
         start, stop = first[rows], first[rows] + count[rows]
         columns = slice(int(start.min()), int(stop.max()))
-        some = entries[:, columns].to(wide)
+        some = keys[:, columns].to(wide)
         queries = q[:, rows].to(wide)
         scores = torch.einsum("bnhd,btd->bnht", queries, some) * scale
         place = torch.arange(columns.start, columns.stop)
