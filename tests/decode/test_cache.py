@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.dense import dense_attention
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
-from wf_backends.comm import Communicator
+from wf_backends.comm import Communicator, World
 from wf_backends.decode import KeyValueCache
 from wf_backends.decode.cache import BLOCK
 from wf_backends.schedule import Mask, make_mask
@@ -173,13 +173,24 @@ def test_wrong_calls_are_refused_on_every_rank(case: str, message: str):
 def test_starts_that_are_no_token_of_each_sample_are_refused(starts: list[int]):
     """A sample without a start got zeros."""
     for text in run_threads(2, refused_starts, starts):
-        assert f"for each of the 2 samples, got {starts}" in text
+        assert f"for each of the 2 samples, got {starts}: padding ends there" in text
 
 
 def refused_starts(comm: Communicator, starts: list[int]) -> str:
     with pytest.raises(ValueError) as error:
         decode_padded(comm, starts)
     return str(error.value)
+
+
+def test_a_cache_that_was_cropped_into_padding_says_to_what_it_may_be_cropped():
+    sp, (q, k, v) = make_sp(World(1).comm(0)), draw()
+    cache = filled(sp, q, k, v)
+    cache.crop(5)
+    message = (
+        r"got \[0, 9\]: .* there are 6. .* is cropped to more tokens than its padding, or to 0"
+    )
+    with pytest.raises(ValueError, match=message):
+        cache.attention(q[:, :1], k[:, :1], v[:, :1], starts=[0, 9])
 
 
 def test_starts_that_differ_between_ranks_are_refused():

@@ -253,7 +253,8 @@ def _masks(mask: Mask, starts: Sequence[int], num_samples: int, stop: int) -> Ma
     if len(starts) != num_samples or not all(0 <= start < stop for start in starts):
         raise ValueError(
             f"starts must be a token from 0 to {stop - 1} for each of the {num_samples} samples, "
-            f"got {starts}"
+            f"got {starts}: padding ends there, and with the new tokens there are {stop}. A cache "
+            "with padding is cropped to more tokens than its padding, or to 0"
         )
     if not any(starts):
         return [(slice(None), mask)]
