@@ -107,3 +107,21 @@ def test_a_stage_without_a_positional_argument_is_refused():
     LayoutTracker(model, DynamicSequenceParallel(gradients="averaged"), stages)
     with pytest.raises(ValueError, match="0 must get the hidden state as its first argument"):
         model(input=None)
+
+
+def test_a_stage_that_one_rank_leaves_out_is_named():
+    """As by stochastic depth; without names its switch would be taken for that of a later stage."""
+    order = ("rows", "columns", "rows", "columns", "rows")
+
+    def forward(comm):
+        model = filled(Model(order))
+        dsp = DynamicSequenceParallel(comm, gradients="averaged")
+        LayoutTracker(model, dsp, stages_of(order))
+        if comm.rank == 1:
+            del model.stages[1:3]
+        with pytest.raises(ValueError) as refusal:
+            model(torch.zeros(1, 4, 4, 4, 3).double())
+        return str(refusal.value)
+
+    for text in run_threads(2, forward):
+        assert "layer 'stages.1' (ranks [0]), layer 'stages.3' (ranks [1])" in text

@@ -164,13 +164,13 @@ class LayoutTracker(Shared):
                 f"dims {dict(self.stages.dims)} do not fit the hidden state {tuple(x.shape)} "
                 f"that {name!r} gets"
             )
-        return Cut(start, lengths), self.dsp.split(x, self.stages.dims[start]).tensor
+        return Cut(start, lengths), self.dsp.split(x, self.stages.dims[start], name).tensor
 
     def _switch(self, name: str, old: Cut, target: str, x: Tensor) -> tuple[Cut, Tensor]:
         dims, shard = self.stages.dims, self._check_shard(name, old, x)
         if self._in_forward:
             self.switches += 1
-        new = self.dsp.switch(shard, dims[old.along], dims[target])
+        new = self.dsp.switch(shard, dims[old.along], dims[target], name)
         return Cut(target, old.lengths), new.tensor
 
     def _check_shard(self, name: str, cut: Cut, x: Tensor) -> Sharded:
@@ -216,7 +216,7 @@ class LayoutTracker(Shared):
             raise ValueError(f"{name!r} ran before {self.stages.enters!r}: nothing is sharded yet")
         self.current_cut = None
         shard = self._check_shard(name, cut, out)
-        whole = self.dsp.gather(shard, self.stages.dims[cut.along])
+        whole = self.dsp.gather(shard, self.stages.dims[cut.along], name)
         self._mark(whole)
         return whole
 

@@ -39,6 +39,9 @@ class Sharded:
 class DynamicSequenceParallel:
     """Split, switch and gather tensors over one group of ranks.
 
+    Each takes the `name` of the layer that calls it, if any: ranks that call from different layers
+    get an error that names them.
+
     Args:
         group: None (the default group), a torch ProcessGroup, an mpi4py communicator, or one of
             our communicators, such as `SequenceParallel(...).comm`.
@@ -61,7 +64,7 @@ class DynamicSequenceParallel:
         self._consistency = ConsistencyCheck(self.comm)
 
     @eager
-    def split(self, x: Tensor, dim: int) -> Sharded:
+    def split(self, x: Tensor, dim: int, name: str | None = None) -> Sharded:
         """This rank's chunk of a tensor that every rank holds whole. Nothing is sent.
 
         Its gradient is gathered ("whole"), or padded with zeros to the whole shape ("averaged").
@@ -72,7 +75,8 @@ class DynamicSequenceParallel:
         with self._consistency:  # an error in this block is raised on all ranks
             dim = dimension(x, dim)
         dtype, shape = fingerprint(x.dtype), fingerprint(x.shape)
-        self._consistency.check({"dim": dim, "dtype": dtype, "shape": shape}, {}, x)
+        same = {"dim": dim, "dtype": dtype, "shape": shape}
+        self._consistency.check(same, {}, x, layer=name)
         sizes = chunk_sizes(x.shape[dim], self.size)
         to_whole = gather_shards if self.gradients == "whole" else _zero_padded
         cut = self.comm, ranges_of(sizes), dim
@@ -80,7 +84,7 @@ class DynamicSequenceParallel:
         return Sharded(linear_map(x, forward, backward, "split"), dim, sizes)
 
     @eager
-    def switch(self, x: Sharded, from_dim: int, to_dim: int) -> Sharded:
+    def switch(self, x: Sharded, from_dim: int, to_dim: int, name: str | None = None) -> Sharded:
         """Shard another dimension instead: one all-to-all in the forward, one in the backward.
 
         Each of them sends (P - 1) / P of a rank's shard.
@@ -94,7 +98,7 @@ class DynamicSequenceParallel:
             to_dim = dimension(x.tensor, to_dim, "to_dim")
             if to_dim == from_dim:
                 raise ValueError(f"to_dim must differ from from_dim, got {to_dim} for both")
-        self._check_same_shards(x, {"to_dim": to_dim})
+        self._check_same_shards(x, {"to_dim": to_dim}, name)
         sizes = chunk_sizes(x.tensor.shape[to_dim], self.size)
         old, new = (from_dim, x.sizes), (to_dim, sizes)
         forward = partial(_exchange, self.comm, old, new)
@@ -102,7 +106,7 @@ class DynamicSequenceParallel:
         return Sharded(linear_map(x.tensor, forward, backward, "switch"), to_dim, sizes)
 
     @eager
-    def gather(self, x: Sharded, dim: int) -> Tensor:
+    def gather(self, x: Sharded, dim: int, name: str | None = None) -> Tensor:
         """The whole tensor on every rank, which all ranks use alike, as in a loss.
 
         Its gradient is cut; the backward sends nothing.
@@ -113,7 +117,7 @@ class DynamicSequenceParallel:
         """
         with self._consistency:
             dim = self._check(x, dim, "dim", "gather")
-        self._check_same_shards(x, {})
+        self._check_same_shards(x, {}, name)
         to_shard = take_shard if self.gradients == "whole" else _take_sum
         cut = self.comm, ranges_of(x.sizes), dim
         forward, backward = partial(gather_shards, *cut), partial(to_shard, *cut)
@@ -151,7 +155,7 @@ class DynamicSequenceParallel:
             )
         return dim
 
-    def _check_same_shards(self, x: Sharded, options: dict[str, int]) -> None:
+    def _check_same_shards(self, x: Sharded, options: dict[str, int], name: str | None) -> None:
         """Check that all ranks hold shards of one tensor and pass the same options."""
         same = {
             "dim": x.dim,
@@ -159,7 +163,7 @@ class DynamicSequenceParallel:
             "dtype": fingerprint(x.tensor.dtype),
             "shape beside dim": fingerprint(_resized(x.tensor.shape, x.dim, -1)),
         }
-        self._consistency.check(same | options, {}, x.tensor)
+        self._consistency.check(same | options, {}, x.tensor, layer=name)
 
 
 def chunk_sizes(length: int, num_ranks: int) -> Sizes:
