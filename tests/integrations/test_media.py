@@ -51,6 +51,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     stay_in_float64,
 )
 from wf_transformers import ModelOptions, WholeBatchHooks  # noqa: E402
+from wf_transformers.families.media_table import media_modules  # noqa: E402
 
 HAS_INNER = hasattr(tf, "LlavaOnevisionModel")  # since transformers 5
 
@@ -73,18 +74,25 @@ def assert_exact(
     layout: str = "zigzag",
     change_attached: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> list[int]:
-    """On `size` ranks. Returns how many images (LLaVA) or patches (Qwen) each rank encoded."""
+    """On `size` ranks. Returns how many images (LLaVA) or patches (Qwen) each rank encoded.
+
+    The ranks call the modules that see media equally often: ZeRO 3 and FSDP gather at each call.
+    """
     expected = run_on_one_device(family, inputs)
 
-    def rank(comm: Any) -> tuple[Result, int]:
-        sp, model = sequence_parallel(comm, layout), build(family)
+    def rank(comm: Any) -> tuple[Result, int, list[str]]:
+        sp, model, calls = sequence_parallel(comm, layout), build(family), list[str]()
         wf_transformers.attach_model(model, sp)
         model = change_attached(model)
+        for name, module in model.named_modules():
+            if not media_modules(model).isdisjoint(name.split(".")):
+                module.register_forward_hook(lambda *_, name=name: calls.append(name))
         local = wf_transformers.shard_media(model, sp, inputs)
-        return run_on_shard(model, sp, local), len(local.get("pixel_values", ()))
+        return run_on_shard(model, sp, local), len(local.get("pixel_values", ())), calls
 
-    results, encoded = zip(*run_threads(size, rank), strict=True)
+    results, encoded, calls = zip(*run_threads(size, rank), strict=True)
     assert_shares_sum_to(expected, results)
+    assert all(of_rank == calls[0] for of_rank in calls)
     return list(encoded)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from wf_backends import SequenceParallel
+from wf_backends.comm import Communicator, gather_small
 from wf_backends.schedule import LAYOUTS, SLICE_ARGUMENTS
 from wf_transformers.attention.blocks import BLOCKS, Block
 from wf_transformers.calls import refuse_media
@@ -104,7 +105,8 @@ def cut_media(
         local["position_ids"] = local.pop(ROPE).permute(2, 0, 1)
     feature_rows: list[Tensor] = []
     for modality, features in zip(modalities, counts, strict=True):
-        parts, rows = _media_of_rank(modality, media, features, local.pop(modality.token))
+        agree = sp.comm if row.one_by_one else None
+        parts, rows = _media_of_rank(modality, media, features, local.pop(modality.token), agree)
         local |= parts
         feature_rows.append(rows)
     return local | ({FEATURE_ROWS: feature_rows} if feature_rows else {}) | blocks
@@ -208,11 +210,12 @@ def _media_of_rank(
     media: Mapping[str, Tensor],
     features: Sequence[int],
     token_numbers: Tensor,
+    agree: Communicator | None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """(arguments for the media that this rank encodes, which of their features its tokens are).
 
     `features` are the numbers of features of every medium, `token_numbers` (b, s) are this rank's,
-    from `_number_tokens`.
+    from `_number_tokens`. The ranks of `agree` encode equally many.
     """
     features_of_rank = token_numbers[token_numbers > 0].cpu() - 1
     medium_of_feature = medium_of_rows(features)
@@ -221,6 +224,11 @@ def _media_of_rank(
         encoded = with_neighbours(encoded, media[NUMBERS].cpu())
     if not len(encoded):
         encoded = torch.tensor([0])  # every rank calls the encoder; its features are not used
+    if agree is not None:
+        most = int(gather_small(agree, torch.tensor(len(encoded))).max())
+        others = torch.arange(len(features))
+        others = others[~torch.isin(others, encoded)][: most - len(encoded)]
+        encoded = torch.cat([encoded, others]).sort().values
     values, is_encoded = media[modality.values], torch.isin(medium_of_feature, encoded)
     pixel_rows = torch.isin(medium_of_rows(rows_of(modality, media)), encoded).to(values.device)
     arguments = {modality.values: values[pixel_rows]}

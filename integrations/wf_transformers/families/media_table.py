@@ -63,6 +63,9 @@ class Media:
     """Whether only layers with a sliding window have blocks."""
     rope: bool = False
     """Whether positions are (3, b, S), from the model's get_rope_index."""
+    one_by_one: bool = False
+    """Whether some module is called once for each medium. ZeRO 3 and FSDP gather parameters at each
+    call, on all ranks, which therefore encode equally many."""
 
 
 def by_image(types: Tensor, _: Any) -> Tensor:
@@ -114,6 +117,7 @@ HEARD = replace(SOUNDS, count=by_frames, others=(FRAMES,))
 LISTENED = replace(HEARD, features=MERGE_SOUNDS)
 OMNI = Media((HEARD, IMAGES, VIDEOS), ("audio_tower", "visual"), rope=True)
 DOTS3 = (IMAGES, VIDEOS, replace(SOUNDS, count=by_chunks, others=(SAMPLES,)))
+PADDLE = Media((IMAGES,), ("visual", "projector"), rope=True, one_by_one=True)
 LIGHT_ON = Media((PICTURES,), ("vision_encoder", "vision_projection"))
 POSED = ("video_position_ids", FRAME_NUMBERS)
 GEMMA4 = Media(
@@ -152,7 +156,9 @@ TABLE: Mapping[str, Media] = MappingProxyType(
         "MistralLarge4ForConditionalGeneration": LLAVA,
         "MiniMaxM3SparseForConditionalGeneration": Media((IMAGES, VIDEOS), TOWER),
         "Dots3NoteForConditionalGeneration": Media(DOTS3, ("vision_tower", "audio_tower")),
-        "HYV4VLForConditionalGeneration": Media(LINES, ("vision_tower",), rope=True),
+        "HYV4VLForConditionalGeneration": Media(
+            LINES, ("vision_tower",), rope=True, one_by_one=True
+        ),
         "InternVLForConditionalGeneration": TILED,
         "GotOcr2ForConditionalGeneration": TILED,
         "Ovis2ForConditionalGeneration": TILED,
@@ -161,7 +167,7 @@ TABLE: Mapping[str, Media] = MappingProxyType(
         "Cohere2VisionForConditionalGeneration": TILED,
         "DeepseekVLForConditionalGeneration": Media((TILES,), ("vision_model", "aligner")),
         "LightOnOcrForConditionalGeneration": LIGHT_ON,
-        "PaddleOCRVLForConditionalGeneration": Media((IMAGES,), ("visual", "projector"), rope=True),
+        "PaddleOCRVLForConditionalGeneration": PADDLE,
         "Lfm2VlForConditionalGeneration": Media((SHAPED,), TOWER),
         "Idefics2ForConditionalGeneration": IDEFICS,
         "Idefics3ForConditionalGeneration": IDEFICS,
