@@ -18,7 +18,7 @@ from tests.hetegen.models import MLP, generate, make_ids, make_model, max_memory
 from wf_backends.hetegen import Handle, Rates, dispatch_model
 from wf_backends.hetegen.accelerator import Accelerator, HostOutput, Streams
 from wf_backends.hetegen.device import Write
-from wf_backends.hetegen.measure import measure_rates
+from wf_backends.hetegen.measure import _rates_of_lanes, measure_rates
 
 RATES = Rates(1e8, 2e8, 1e10)
 MEMORY: dict[int | str, int | str] = {0: 20_000}  # of the 66,560 bytes of an MLP
@@ -289,3 +289,15 @@ def test_measured_rates_are_finite(streams: EmulatedStreams | None) -> None:
     rates = measure_rates(streams, torch.float32, width=512, seconds=0.02)
     assert rates.memory < float("inf") and rates.staging < float("inf")
     assert rates.host_flops < float("inf") and rates.accelerator_flops < float("inf")
+
+
+def test_a_host_far_slower_than_the_link_is_measured_beside_it() -> None:
+    """Its best share is less than a row."""
+    link, host, rows = 1e10, 1e4, 512
+
+    def split_rates(alpha: float) -> tuple[float, float]:
+        share = round(alpha * rows) / rows
+        return (1 - share) / max((1 - share) / link, share / host), host if share else 0.0
+
+    measured = _rates_of_lanes(split_rates, link, 0.0, 2**27)
+    assert measured["host_beside_link"] == host and measured["memory"] == link

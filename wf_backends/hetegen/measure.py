@@ -31,6 +31,7 @@ MANY_TOKENS = 256  # in a GEMM that operations bound, not memory
 NUM_LINEARS = 200  # of the model whose calls are timed
 FAST = 1e13  # bytes per second: work takes no time
 MAX_ALPHA = 0.8  # where both lanes work: an eighth is resident at most, and the rest streamed
+MIN_ALPHA = 1 / 256  # the host computes some rows, however slow it is
 MIN_SHARE = 0.1  # of a pass, that the host's GEMM takes at least: the rest is a difference
 Run = Callable[[int], object]  # called with the number of a weight
 
@@ -124,7 +125,7 @@ def _rates_of_lanes(
     for _ in range(2):  # first with the work that takes equal times if none disturbs the other
         both = Rates(streamed_beside_host, host_beside_link, FAST, host_call_seconds=call)
         alpha = best_alpha(0.0, both, nbytes) or host / (host + staging)
-        streamed_beside_host, host_beside_link = split_rates(min(alpha, MAX_ALPHA))
+        streamed_beside_host, host_beside_link = split_rates(min(max(alpha, MIN_ALPHA), MAX_ALPHA))
     return {
         "staging": staging,
         "host": host,
