@@ -6,7 +6,7 @@ import pytest
 
 from tests.gpu.jobs import run_job
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.gpu, pytest.mark.processes, pytest.mark.timeout(150)]
 
 
 @pytest.mark.parametrize("size", (2, 4))

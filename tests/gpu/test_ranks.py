@@ -28,7 +28,7 @@ with pytest.MonkeyPatch.context() as patch:
     from bytes import named_points
     from one_rank import Alone
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.gpu, pytest.mark.processes, pytest.mark.timeout(150)]
 
 SEQLEN = 1072
 """No tile has a multiple of 128 rows: cuDNN would compile its graphs again in every thread."""
