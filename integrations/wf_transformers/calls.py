@@ -86,8 +86,13 @@ def wants_output(key: str, model: nn.Module, arguments: Mapping[str, Any]) -> bo
 def tokens_of(arguments: Mapping[str, Any]) -> Tensor | None:
     """The ids (b, S) or embeddings (b, S, width) among the arguments of a call, if it has any:
     encoders of images or sounds have none, and are not cut."""
-    candidates = (arguments.get(key) for key in TOKENS)
-    return next((x for x in candidates if isinstance(x, Tensor)), None)
+    for key in TOKENS:
+        if isinstance(x := arguments.get(key), Tensor):
+            if x.dim() < 2:
+                got = f"{tuple(x.shape)}: a single sample is {key}[None]"
+                raise ValueError(f"{key} must be a tensor (b, S, ...), got {got}")
+            return x
+    return None
 
 
 def required_tokens(arguments: Mapping[str, Any]) -> Tensor:

@@ -125,6 +125,30 @@ def test_the_base_model_of_one_that_takes_whole_batches_is_refused() -> None:
     run_threads(2, rank)
 
 
+@pytest.mark.parametrize("whole_batches", [False, True])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_ids": IDS[0]}, r"input_ids must be .*, got \(8,\)"),
+        ({"input_ids": IDS, "labels": IDS[:, :5]}, r"labels must be .*\(1, 8\), got \(1, 5\)"),
+    ],
+)
+def test_tokens_without_samples_and_labels_of_other_tokens_are_refused(
+    arguments: dict[str, Any], message: str, whole_batches: bool
+) -> None:
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), build("llama", "eager", {})
+        handle = wf_transformers.attach(model, sp)
+        call: Any = handle.shard_batch
+        if whole_batches:
+            wf_transformers.WholeBatchHooks(model, handle)
+            call = lambda batch: model(**batch)  # noqa: E731
+        with pytest.raises(ValueError, match=message):
+            call(arguments)
+
+    run_threads(2, rank)
+
+
 # Masks
 
 

@@ -78,11 +78,13 @@ def mask_of_ones(arguments: Mapping[str, Any]) -> Tensor:
 
 
 def has_row_per_token(key: str, value: Any, seqlen: int) -> bool:
-    """Whether an argument must be cut: (b, S, ...), or any mask (others are refused later)."""
+    """Whether an argument must be cut: (b, S, ...), or any mask or labels (others are refused
+    later)."""
     is_row_per_token = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == seqlen
     if is_media_argument(key):  # pixels of a patch may be as many as the tokens
         return False
-    return key in (*MASK_ARGUMENTS, "attention_mask") or is_row_per_token
+    is_any = key in (*MASK_ARGUMENTS, "attention_mask") or (key == "labels" and value is not None)
+    return is_any or is_row_per_token
 
 
 def logits_of(model: nn.Module, output: Any, rows: int) -> Tensor:
