@@ -15,18 +15,22 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.distributed.tensor import DTensor, Partial, Replicate  # noqa: E402
 from torch.distributed.tensor.parallel import (  # noqa: E402
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     parallelize_module,
 )
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM  # noqa: E402
 
 import wf_transformers  # noqa: E402
 from tests.helpers import run_processes  # noqa: E402
 from tests.integrations.deepspeed_jobs import (  # noqa: E402
+    VOCABULARY,
     dense_loss_sum,
     python,
     tiny_llama,
@@ -52,6 +56,30 @@ TP_PLAN: dict[str, Any] = {
 }
 
 
+NUM_LATENTS = 12
+
+
+class RotaryOfAllHeads(ParallelStyle):
+    """Of what kv_a_proj_with_mqa gives, all heads read the rotary part past kv_b_proj."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def sum_gradient(_: nn.Module, __: Any, x: torch.Tensor) -> torch.Tensor:
+            latents, rotary = x.tensor_split([NUM_LATENTS], -1)
+            replicated = DTensor.from_local(rotary, device_mesh, [Replicate()])
+            return torch.cat([latents, replicated.to_local(grad_placements=[Partial()])], -1)
+
+        module.register_forward_hook(sum_gradient)
+        return module
+
+
+LATENTS_PLAN: dict[str, Any] = {
+    "model.layers.*.self_attn.kv_a_proj_with_mqa": RotaryOfAllHeads(),
+    "model.layers.*.self_attn.q_b_proj": ColwiseParallel(),
+    "model.layers.*.self_attn.kv_b_proj": ColwiseParallel(),
+    "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+}
+
+
 @dataclass(frozen=True)
 class Setting:
     """What is applied to the model, in order, and the fields of its sequence-parallel config."""
@@ -59,6 +87,8 @@ class Setting:
     order: tuple[str, ...]
     config: dict[str, Any]
     key_heads: int = 2
+    latents: bool = False
+    """Whether the model is a DeepSeek-V3 that sends latents, and not a Llama."""
 
 
 SETTINGS = {
@@ -68,25 +98,38 @@ SETTINGS = {
     "planned": Setting(("tp", "sp"), {}),
     "fsdp": Setting(("tp", "sp", "fsdp"), {"route": "ring"}),
     "fsdp-before": Setting(("tp", "fsdp", "sp"), {"route": "ring"}),
+    "latents": Setting(("tp", "sp"), {"route": "ring"}, latents=True),
+    "latents-fsdp": Setting(("sp", "tp", "fsdp"), {"route": "ring"}, latents=True),
 }
 LossAndGradients = tuple[float, dict[str, torch.Tensor]]
 
 
 def tiny_model(setting: Setting) -> Any:
-    return tiny_llama(num_key_value_heads=setting.key_heads).double()
+    if not setting.latents:
+        return tiny_llama(num_key_value_heads=setting.key_heads).double()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 2}
+    widths = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12, "q_lora_rank": 16}
+    config = DeepseekV3Config(
+        vocab_size=VOCABULARY, kv_lora_rank=NUM_LATENTS, **sizes, **heads, **widths
+    )
+    return DeepseekV3ForCausalLM(config).double()
 
 
 def make_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "tp"))
 
 
-def apply(step: str, model: Any, sp: SequenceParallel, mesh: DeviceMesh) -> None:
+def apply(
+    step: str, model: Any, sp: SequenceParallel, mesh: DeviceMesh, latents: bool = False
+) -> None:
     """Attach the model ("sp"), or apply torch's tensor parallelism or FSDP2 ("tp", "fsdp")."""
     match step:
         case "sp":
-            wf_transformers.attach(model, sp)
+            wf_transformers.attach(model, sp, latents=latents)
         case "tp":
-            parallelize_module(model, mesh["tp"], TP_PLAN)
+            parallelize_module(model, mesh["tp"], LATENTS_PLAN if latents else TP_PLAN)
         case "fsdp":
             fully_shard(model, mesh=mesh["sp"])
 
@@ -102,7 +145,7 @@ def run_setting(mesh: DeviceMesh, setting: Setting) -> LossAndGradients:
     config = SequenceParallelConfig.from_dict({"sequence_parallel_size": 2, **setting.config})
     sp, model = SequenceParallel(config, group), tiny_model(setting)
     for step in setting.order:
-        apply(step, model, sp, mesh)
+        apply(step, model, sp, mesh, setting.latents)
     shard = sp.shard_batch(next(token_batches(0)))
     logits = model(**wf_transformers.forward_kwargs(model, shard)).logits
     loss = sp.loss(logits, shard["labels"])

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from wf_transformers.calls import CACHE_NAMES, CACHES, refuse_unsupported
 from wf_transformers.models import file_of, transformers_class
@@ -222,6 +224,7 @@ def deepseek(
         if cache is not None:
             latents, k_rope = cache.update(latents, k_rope, self.layer_idx)
     kv_up = weight_of(self.kv_b_proj, latents).unflatten(0, (query.shape[1], -1))
+    latents = read_by_all_heads(self.kv_b_proj, latents)
     qkv = torch.cat((q_nope, q_rope), -1), k_rope, latents
     dropout, options = self.attention_dropout if self.training else 0.0, kwargs | {"kv_up": kv_up}
     out, _ = self.wallfacer(self, *qkv, attention_mask, dropout, self.scaling, **options)
@@ -244,3 +247,18 @@ def weight_of(linear: nn.Module, inputs: Tensor) -> Tensor:
         )
     identity = torch.eye(inputs.shape[-1], dtype=inputs.dtype, device=inputs.device)
     return linear(identity[None, None, None])[0, 0, 0].T
+
+
+def read_by_all_heads(linear: nn.Module, x: Tensor) -> Tensor:
+    """x, whose gradient is summed over the ranks of tensor parallelism, as that of the input of
+    `linear` would be: a rank has some of the heads that read it."""
+    weight = next(linear.parameters())
+    if not isinstance(weight, DTensor) or not weight.placements[-1].is_shard():
+        return x
+    mesh = weight.device_mesh
+    if mesh.ndim == 1 and isinstance(linear, FSDPModule):
+        return x
+    names = mesh.mesh_dim_names
+    mesh = mesh if mesh.ndim == 1 or names is None else mesh[names[-1]]
+    replicated = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return replicated.to_local(grad_placements=[Partial()])

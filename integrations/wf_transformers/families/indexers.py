@@ -27,7 +27,7 @@ from wf_backends._compile import eager
 from wf_transformers.attention.chosen import KEYS, MASK_IS_CHOICE
 from wf_transformers.attention.function import Attention
 from wf_transformers.calls import Kwargs
-from wf_transformers.families.forwards import weight_of
+from wf_transformers.families.forwards import read_by_all_heads, weight_of
 from wf_transformers.handle import Handle
 from wf_transformers.models import row_of
 
@@ -164,7 +164,7 @@ def choose_over_ranks(model: nn.Module, handle: Handle) -> None:
         if choice is not None and chooses and hasattr(layer, "expand_kv"):
             change = partial(_change_arguments, handle.attention)
             handle.hooks(layer.register_forward_pre_hook(change, with_kwargs=True))
-            handle.set(layer, "expand_kv", _keep_latents)
+            handle.set(layer, "expand_kv", partial(_keep_latents, layer))
             if hasattr(layer, MAKES_MASK):
                 handle.set(layer, MAKES_MASK, _keep_choice)
 
@@ -179,13 +179,14 @@ def _change_arguments(
         attention.check_mask(kwargs.get("attention_mask"), causal=True, window=None)
     kv_up = weight_of(layer.kv_b_proj, hidden.new_empty(0, layer.kv_lora_rank))
     mask = hidden.new_ones(1, 1, 1, 1, dtype=torch.bool)
-    options = {"attention_mask": mask, "kv_up": kv_up.unflatten(0, (layer.num_heads, -1))}
+    kv_up = kv_up.unflatten(0, (-1, layer.qk_nope_head_dim + layer.v_head_dim))
+    options = {"attention_mask": mask, "kv_up": kv_up}
     return args, {**kwargs, **options, MASK_IS_CHOICE: KEYS if hasattr(layer, MAKES_MASK) else None}
 
 
-def _keep_latents(latents: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+def _keep_latents(layer: Any, latents: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
     """In place of `expand_kv`: key and value as `sp.attention` takes latents."""
-    return shared, latents
+    return shared, read_by_all_heads(layer.kv_b_proj, latents)
 
 
 def _keep_choice(topk_indices: Tensor, **_: Any) -> Tensor:
