@@ -218,10 +218,17 @@ def refusal(make: Callable[[], Any], ids: Tensor, **options: Any) -> str:
         ({"position_ids": 1}, "they follow from attention_mask and images"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"attention_mask": torch.tensor([[1] * (PROMPT - 1) + [0]] * 2)}, "padding on the left"),
+        ({"attention_mask": torch.tensor([[1] * PROMPT, [0] * PROMPT])}, f"[{PROMPT}, 0]: leave"),
+        ({"attention_mask": torch.ones(2, 5).triu()}, f"attention_mask must be (2, {PROMPT})"),
     ],
 )
 def test_options_that_ranks_cannot_follow_are_refused(options: dict[str, Any], message: str):
     assert message in refusal(llama, prompts(), **options)
+
+
+@pytest.mark.parametrize("inputs", [prompts()[0], {"input_ids": prompts()}], ids=["1d", "dict"])
+def test_inputs_that_are_no_samples_of_ids_are_refused(inputs: Any):
+    assert "inputs must be ids (b, S), got" in refusal(llama, inputs)
 
 
 @pytest.mark.parametrize("own", [{}, {"generation_config": transformers.GenerationConfig()}])

@@ -50,6 +50,9 @@ def generate(
     """
     _refuse_model(model, handle)
     _refuse_options(model, options)
+    if not isinstance(inputs, Tensor) or inputs.dim() != 2:
+        got = tuple(inputs.shape) if isinstance(inputs, Tensor) else f"a {type(inputs).__name__}"
+        raise ValueError(f"inputs must be ids (b, S), got {got}")
     (pretrained,) = outermost(model)
     media = take_media(pretrained, options)
     cache = ShardedCache(handle.sp) if cache is None else cache

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from wf_backends.runtime import gather_shards
 from wf_backends.schedule import intersect, make_layout, size
+from wf_transformers.attention.masks import refuse_empty
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import (
     LOGITS_TO_KEEP,
@@ -76,7 +77,7 @@ class Forwards:
             )
         cache.new = tokens.shape[1]
         mask = arguments.get("attention_mask")
-        starts = _starts(mask, len(tokens))
+        starts = _starts(mask, len(tokens), cache.length + cache.new)
         if cache.length == 0:
             cache.starts, cache.behind, cache.first_text = starts, starts, 0
         _refuse_other_samples(cache.starts, starts)
@@ -144,17 +145,24 @@ class Forwards:
         return type(output)(**{**output, "logits": gather_shards(comm, layout, 1, local, "logits")})
 
 
-def _starts(mask: Any, num_samples: int) -> list[int]:
+def _starts(mask: Any, num_samples: int, num_tokens: int) -> list[int]:
     """For each sample the tokens of padding on the left, by an attention_mask (b, S) or None."""
     if mask is None:
         return [0] * num_samples
     is_padding = isinstance(mask, Tensor) and mask.dim() == 2
+    if is_padding and mask.shape != (num_samples, num_tokens):
+        raise ValueError(
+            f"attention_mask must be {(num_samples, num_tokens)}, for all tokens so far, got "
+            f"{tuple(mask.shape)}"
+        )
     if not is_padding or not bool(((mask[:, 1:] != 0) >= (mask[:, :-1] != 0)).all()):
         raise NotImplementedError(
             f"attention_mask {tuple(mask.shape)} hides more than padding on the left, which "
             "generation over ranks lacks; where none is given, transformers hides pad tokens"
         )
-    return (mask == 0).sum(dim=1).tolist()
+    starts = (mask == 0).sum(dim=1).tolist()
+    refuse_empty([num_tokens - start for start in starts])
+    return starts
 
 
 def _refuse_other_samples(cached: list[int], starts: list[int]) -> None:
