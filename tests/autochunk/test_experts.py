@@ -18,6 +18,7 @@ from tests.autochunk.slicing.slicing import assert_slices
 from wf_backends.autochunk import ChunkPlan, autochunk
 from wf_backends.autochunk.graph import Experts, capture
 from wf_backends.autochunk.slicing import sources
+from wf_backends.autochunk.tiling import plan_training
 
 TOKENS, HIDDEN, INNER, NUM_EXPERTS, EXPERTS_PER_TOKEN = 512, 32, 96, 8, 3
 UNLIMITED = 1e9  # max_slowdown
@@ -62,6 +63,13 @@ class Float64Experts(GroupedExperts):
         return torch.bmm(rows[:, None], weight[experts]).squeeze(1)
 
 
+class ExpertsWithTokens(GroupedExperts):
+    """Only experts that some token chose, as transformers' "eager" experts."""
+
+    def products(self, rows: Tensor, weight: Tensor, offsets: Tensor, experts: Tensor) -> Tensor:
+        return F.grouped_mm(rows, weight, offs=offsets[experts.unique()])
+
+
 class Layer(nn.Module):
     def __init__(self, experts: nn.Module, shared_expert: bool) -> None:
         super().__init__()
@@ -93,6 +101,12 @@ def model_and_input(
 def experts_operators(model: nn.Module, x: Tensor) -> list[Experts]:
     graph = capture(model, (x,), {}).graph
     return [node.target for node in graph.nodes if isinstance(node.target, Experts)]
+
+
+def test_experts_whose_sizes_depend_on_values_are_refused_by_their_line() -> None:
+    model, x = model_and_input(ExpertsWithTokens)
+    with pytest.raises(ValueError, match=r"cannot run on fake tensors: .*experts.unique\(\)"):
+        plan_training(model.train(), (x,))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from wf_backends._validation import read_json
 from wf_backends.autochunk.graph import (
     CaptureError,
     Effects,
+    as_capture_errors,
     bind,
     capture,
     checked_budget,
@@ -170,7 +171,8 @@ class _Search:
         self.args, self.kwargs = bind(model, args, kwargs)
         captured = capture(model, self.args, self.kwargs)
         self._effects = Effects()
-        self._step_flops = FORWARDS_PER_STEP * max(1, self._flops(captured.graph.nodes))
+        with as_capture_errors(model, "run on fake tensors"):  # experts that look for tokens
+            self._step_flops = FORWARDS_PER_STEP * max(1, self._flops(captured.graph.nodes))
         found = candidates(captured, model, self._effects)
         heavy = [c for c in found if c.inner_bytes >= MIN_INNER_RATIO * c.io_bytes]
         self.groups = self._grouped([c for c in heavy if not c.reason])
