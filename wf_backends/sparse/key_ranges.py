@@ -21,7 +21,7 @@ from wf_backends.sparse.rows import weights_of
 BLOCK_SCORES = 1 << 24
 """Of all heads in a block: 64 MiB in float32."""
 BLOCK_ROWS = 128
-"""A block has no more rows than a row sees keys, or than these: it reads the keys of all."""
+"""Of a block, or as many as a row sees keys, if these are more: it reads all its rows' keys."""
 
 
 class RangesAttention(torch.autograd.Function):
@@ -29,7 +29,8 @@ class RangesAttention(torch.autograd.Function):
 
     Args:
         q: (b, s, h, d). keys: (b, T, d), of all heads, which are the values too.
-        first, count: (s,) integers on the CPU: row i sees keys first[i] to first[i] + count[i].
+        first, count: (s,) integers on the CPU: row i sees keys first[i] up to
+            first[i] + count[i], exclusive.
     """
 
     @staticmethod
@@ -85,14 +86,16 @@ def _blocks(
     wide, num_rows = accumulator_dtype(q.dtype), q.shape[1]
     longest = max(BLOCK_ROWS, int(count.max()) if num_rows else 0)  # a block has about twice it
     size = max(1, min(longest, BLOCK_SCORES // (2 * longest * len(q) * q.shape[2])))
+    stop = first + count
+    limits = torch.stack((first, stop)).to(q.device)  # once: a copy for each block would wait
     for first_row in range(0, num_rows, size):
         rows = slice(first_row, min(first_row + size, num_rows))
-        start, stop = first[rows], first[rows] + count[rows]
-        columns = slice(int(start.min()), int(stop.max()))
+        columns = slice(int(first[rows].min()), int(stop[rows].max()))
         some = keys[:, columns].to(wide)
         queries = q[:, rows].to(wide)
         scores = torch.einsum("bnhd,btd->bnht", queries, some) * scale
-        place = torch.arange(columns.start, columns.stop)
-        is_seen = (place >= start.unsqueeze(-1)) & (place < stop.unsqueeze(-1))
-        scores.masked_fill_(~is_seen.unsqueeze(1).to(q.device), -inf)
+        place = torch.arange(columns.start, columns.stop, device=q.device)
+        starts, stops = limits[:, rows, None]
+        is_seen = (place >= starts) & (place < stops)
+        scores.masked_fill_(~is_seen.unsqueeze(1), -inf)
         yield _Block(rows, columns, some, queries, scores)
