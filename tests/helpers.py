@@ -54,7 +54,8 @@ def one_core() -> Iterator[None]:
         yield
         return
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")  # other core for each
+    os.sched_setaffinity(0, {sorted(cores)[int(worker) % len(cores)]})
     try:
         yield
     finally:

@@ -36,6 +36,26 @@ SIMILAR = "mistral3|vip|ovis2|glm46v|gemma4|idefics2|deepseek|lighton|paddleocr|
 COPIED = ("llama", "bert", "opt", "gpt_neo", "olmoe", "modernbert")
 MODELS = ("gpt2", "pp_opt", "llama_classes", "hybrid_zero1", "resumed_4_to_2")
 
+LONGEST = (
+    "tests/cli/test_plan.py",
+    "tests/autochunk/test_diffusers.py",
+    "tests/integrations/test_diffusers.py",
+    "tests/planner/test_typical.py",
+    "tests/autochunk/test_autochunk.py",
+    "tests/cli/test_chunk.py",
+    "tests/autochunk/test_generation.py",
+    "tests/autochunk/test_evoformer_unet.py",
+    "tests/integrations/test_budget.py",
+    "tests/planner/test_search.py",
+    "tests/integrations/test_media.py",
+    "tests/runtime/test_exact.py",
+    "tests/integrations/test_autochunk_options.py",
+    "tests/runtime/test_scores.py",
+    "tests/parallel/test_choose.py",
+    "tests/examples/test_autochunk.py",
+)
+"""Files of one process that take longest: workers begin with them."""
+
 # file -> regular expression of its long tests, "" for all
 LONG: dict[str, str] = {
     # jobs of several processes
@@ -57,8 +77,9 @@ LONG: dict[str, str] = {
     "tests/integrations/test_experts_engines.py": "zero3|mixtral-ddp|qwen3_moe-fsdp2",
     "tests/integrations/test_generation_processes.py": "in_tensor_parallel|is_named",
     "tests/integrations/test_hetegen.py": r"deepspeeds_own_engine|is_restored\[10\]",
-    "tests/integrations/test_diffusers.py": "scripts_of_docs|compiled|"
-    r"of_one_device\[(?!(flux|wan|cogvideox)-2)\w+-([123]-|4-contiguous)|"
+    "tests/integrations/test_diffusers_processes.py": "",
+    "tests/integrations/test_diffusers.py": r"of_one_device\[(?!(flux|wan|cogvideox)-2)\w+-"
+    r"([123]-|4-contiguous)|"
     rf"with_recomputed_blocks_are.*{all_but('flux', 'wan', 'mochi', 'framepack', 'cosmos')}|"
     r"\[(allegro|cogview3plus|easyanimate|framepack_of_one|glm_image|hunyuan_dit|"
     r"qwen_image_layered|cosmos_control)(-2-contiguous)?\]|autocast.*\[(?!flux|wan|framepack)|"

@@ -1,6 +1,6 @@
 """Training with the real ColossalAI and WallFacer on 4 ranks equals training in one process.
 
-The one process has the whole sequences and no ColossalAI. A case takes 20 steps unless it says
+The one process has the whole sequences and no ColossalAI. A case takes 10 steps unless it says
 less; what is compared is computed in colossalai_worker.py.
 """
 
@@ -208,7 +208,8 @@ IN_16_BITS: dict[str, dict[str, Any]] = {
         | BF16,
     },
 }
-EXACT = HYBRID | MODELS | WHOLE_SEQUENCE_HEADS | OTHER_PLUGINS
+OF_MODELS = MODELS | WHOLE_SEQUENCE_HEADS
+EXACT = HYBRID | OF_MODELS | OTHER_PLUGINS
 # Cases that keep the default "verify": the comparison before the first step takes as long as 20
 # steps, so that each model and each engine has it once.
 VERIFIED = (*FAMILIES, *CLASSES, "sp4", "tp_bert", "pp_gpt2", "ddp_vit", "zero1", "hybrid_zero1")
@@ -240,16 +241,34 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
+def run_selected(
+    cases: dict[str, dict[str, Any]], folder: Path, request: pytest.FixtureRequest
+) -> Results:
     """The results of one job of 4 ranks that runs the cases of the selected tests."""
-    folder: Path = tmp_path_factory.mktemp("colossalai")
-    cases = EXACT | IN_16_BITS | RESUMED
-    for name in cases.keys() - set(VERIFIED):
-        cases[name] = cases[name] | {"wallfacer": cases[name]["wallfacer"] | {"verify": False}}
-    cases |= PUBLISHED
-    selected = [{"name": name} | cases[name] for name in selected_cases(request, cases)]
+    selected = []
+    for name in selected_cases(request, cases):
+        case = {"name": name, "steps": 10} | cases[name]
+        if name not in VERIFIED and name not in PUBLISHED:
+            case["wallfacer"] = case["wallfacer"] | {"verify": False}
+        selected.append(case)
     return run_cases(selected, 4, folder)
+
+
+@pytest.fixture(scope="module")
+def of_models(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
+    return run_selected(OF_MODELS, tmp_path_factory.mktemp("models"), request)
+
+
+@pytest.fixture(scope="module")
+def of_engines(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
+    cases = HYBRID | OTHER_PLUGINS | IN_16_BITS | RESUMED | PUBLISHED
+    return run_selected(cases, tmp_path_factory.mktemp("engines"), request)
+
+
+@pytest.fixture
+def results(name: str, request: pytest.FixtureRequest) -> Results:
+    """Those of the job with the case: two jobs, since all cases take minutes on a busy machine."""
+    return request.getfixturevalue("of_models" if name in OF_MODELS else "of_engines")
 
 
 @pytest.mark.parametrize("name", EXACT)

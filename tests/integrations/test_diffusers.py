@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,9 +21,7 @@ pytest.importorskip(
 )
 
 import wf_diffusers  # noqa: E402
-from tests.docs.pages import blocks  # noqa: E402
-from tests.forked import python  # noqa: E402
-from tests.helpers import run_processes, run_threads  # noqa: E402
+from tests.helpers import run_threads  # noqa: E402
 from tests.integrations import diffusers_images as images  # noqa: E402
 from tests.integrations.diffusers_images import randn  # noqa: E402
 from tests.integrations.diffusers_models import (  # noqa: E402
@@ -331,37 +328,3 @@ def test_an_argument_that_is_not_of_tokens_changes_nothing(
     (reference, kwargs), *built = (build(family) for _ in range(3))
     kwargs |= argument
     assert_samples_on_ranks([model for model, _ in built], kwargs, sample_of(reference, kwargs))
-
-
-def run_compiled_sample(comm: Any) -> None:
-    """A forward of HunyuanVideo under torch.compile equals one without."""
-    model, kwargs = build("hunyuan_video")
-    kwargs = {key: x.float() if x.is_floating_point() else x for key, x in kwargs.items()}
-    expected = model.float()(**kwargs).sample
-    wf_diffusers.attach(model, sequence_parallel(comm))
-    model.compile(backend="aot_eager")
-    with torch.no_grad():
-        torch.testing.assert_close(model(**kwargs).sample, expected)
-
-
-@pytest.mark.processes
-def test_a_compiled_model_gives_the_sample_of_one_device() -> None:
-    run_processes(2, run_compiled_sample)
-
-
-def run_script_of_docs(comm: Any, line: str) -> None:
-    ranks = {"RANK": comm.rank, "LOCAL_RANK": comm.rank}
-    sizes = {"WORLD_SIZE": comm.size, "LOCAL_WORLD_SIZE": comm.size}
-    for name, value in (ranks | sizes | {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}).items():
-        os.environ[name] = str(value)  # as torchrun does; nobody opens the port
-    page = "docs/diffusers.md"
-    texts = [block.text for block in blocks("python") if block.page == page]
-    (script,) = [text for text in texts if line in text]
-    exec(compile(script, page, "exec", dont_inherit=True), {"__name__": "__main__"})
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("line", ["DistributedDataParallel(model)", "Accelerator("])
-def test_the_scripts_of_docs_diffusers_run_on_four_processes(line: str) -> None:
-    imported = python("tests.helpers", "pytest", "wf_diffusers", "accelerate", "peft")
-    run_processes(4, run_script_of_docs, line, start=imported)
