@@ -81,7 +81,7 @@ def test_logits_in_bfloat16_are_those_of_one_device(name: str) -> None:
     assert error < 0.05
 
 
-@pytest.mark.parametrize("name", ["opt", "stablelm", "bert", "roberta"])
+@pytest.mark.parametrize("name", ["opt", "stablelm", "bert", "roberta", "falcon", "falcon_alibi"])
 def test_a_model_built_with_eager_attention_is_exact(name: str) -> None:
     assert_exact(FAMILIES[name], 2, "eager")
 

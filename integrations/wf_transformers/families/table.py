@@ -115,7 +115,12 @@ def _bloom_slopes(module: Any) -> Mapping[str, Any]:
 def _falcon_slopes(module: Any) -> Mapping[str, Any]:
     """Falcon multiplies its ALiBi by the softmax scale; without ALiBi it has rotary embeddings."""
     slopes = _bloom_slopes(module)["alibi_slopes"].double() * module.inv_norm_factor
-    return {"_use_sdpa": True, "alibi_slopes": slopes if module.config.alibi else None}
+    slopes = slopes if module.config.alibi else None
+    return {
+        "_use_sdpa": True,
+        "config": with_torch_attention(module.config),
+        "alibi_slopes": slopes,
+    }
 
 
 def _mpt_slopes(module: Any) -> Mapping[str, Any]:
