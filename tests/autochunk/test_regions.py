@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from tests.autochunk.helpers import ANY_SLOWDOWN, Lambda, measured_peak, relative_error, steps_of
 from wf_backends.autochunk import ChunkPlan, autochunk
-from wf_backends.autochunk.graph import Steps
+from wf_backends.autochunk.graph import Steps, capture
 from wf_backends.autochunk.lower import lower
 from wf_backends.autochunk.search import Candidate, candidate_in, candidates_at
 
@@ -288,28 +288,34 @@ def test_every_peak_is_lowered_while_live_bytes_grow() -> None:
     assert len(chunked.plan.regions) == 4
 
 
-def test_region_with_an_operator_under_autocast_can_be_moved() -> None:
-    """The operator reads a subgraph that stands behind the region's new place in the graph."""
-    transformers = pytest.importorskip("transformers")
-    token_ids = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
-    config = transformers.ModernBertConfig(
-        vocab_size=99,
-        hidden_size=128,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        global_attn_every_n_layers=2,
-        local_attention=16,
-        attn_implementation="eager",
-        reference_compile=False,
-        **dict.fromkeys(token_ids, 0),
-    )
-    model, ids = transformers.ModernBertModel(config).eval(), torch.arange(128).view(2, 64) % 99
-    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    chunked = autochunk(model, (), kwargs, max_slowdown=ANY_SLOWDOWN)
-    assert chunked.plan.regions
-    with torch.no_grad():
-        assert relative_error(chunked(**kwargs)[0], model(**kwargs)[0]) <= 1e-5
+def block_under_autocast(enabled: bool) -> nn.Module:
+    """Its scale is computed between the operators of a region, and one block is in another."""
+
+    def block(x: Tensor, up: nn.Module, down: nn.Module) -> Tensor:
+        wide = up(x).relu()
+        with torch.autocast("cpu", enabled=enabled):
+            with torch.autocast("cuda", enabled=False):
+                scale = x[:1, :1, :1] * 2
+            total = scale @ scale
+        return down(wide * total.float())
+
+    return Lambda(block, nn.Linear(8, 64), nn.Linear(64, 8)).eval()
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("outside", [False, True])
+def test_operators_under_autocast(enabled: bool, outside: bool) -> None:
+    """Those of a block that leaves autocast as it is are sliced; a region with another block can be
+    moved, with the subgraph that the block reads."""
+    model, x = block_under_autocast(enabled), torch.randn(16, 8, 8)
+    with torch.no_grad(), torch.autocast("cpu", enabled=outside):
+        chunked = autochunk(model, (x,), max_slowdown=ANY_SLOWDOWN)
+        assert chunked.plan.regions
+        blocks = [n for n in capture(model, (x,), {}).graph.nodes if "autocast" in str(n.target)]
+        assert len(blocks) == (enabled != outside)
+        assert torch.equal(chunked(x), model(x))
+    with torch.no_grad(), torch.autocast("cpu", enabled=not outside):
+        assert torch.equal(chunked(x), model(x))
 
 
 @pytest.mark.parametrize("reshape", [Tensor.view_as, Tensor.reshape_as])

@@ -4,6 +4,7 @@
 `copies` computes masks and normed inputs once for each reader; `budget` is what a user allows.
 """
 
+from wf_backends.autochunk.graph.blocks import submodule
 from wf_backends.autochunk.graph.budget import Budget, checked_budget
 from wf_backends.autochunk.graph.capture import (
     Captured,
@@ -35,7 +36,6 @@ from wf_backends.autochunk.graph.memory import (
     arguments,
     profile,
     read_steps,
-    submodule,
 )
 from wf_backends.autochunk.graph.tracker import (
     StorageTracker,

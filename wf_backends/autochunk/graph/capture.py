@@ -23,6 +23,7 @@ from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
+from wf_backends.autochunk.graph.blocks import inline_blocks
 from wf_backends.autochunk.graph.errors import CaptureError, as_capture_errors
 from wf_backends.autochunk.graph.experts import experts_as_operators, insert_experts
 from wf_backends.autochunk.graph.inputs import (
@@ -101,6 +102,7 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
         with restored_attributes(model), experts_as_operators(model) as experts:
             program = _export_as_eager(exported, inputs)
     graph = program.graph
+    inline_blocks(graph)
     _refuse_values_and_writes(graph, model, args, kwargs)
     specs = (s for s in program.graph_signature.input_specs if s.kind is not InputKind.USER_INPUT)
     weights = tuple(_weight(model, program, spec) for spec in specs)

@@ -17,11 +17,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from wf_backends.autochunk.graph.blocks import submodule
 from wf_backends.autochunk.graph.capture import layout, tensors
 from wf_backends.autochunk.graph.experts import fake_grouped_mm
 from wf_backends.autochunk.graph.tracker import StorageTracker
@@ -127,13 +128,6 @@ def _fake_value(node: fx.Node) -> Any:
         lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device),
         node.meta.get("val"),
     )
-
-
-def submodule(node: fx.Node) -> nn.Module:
-    """The module that a `get_attr` node names, such as the body of a higher-order operator."""
-    owner = node.graph.owning_module
-    assert owner is not None
-    return owner.get_submodule(str(node.target))
 
 
 @dataclass(frozen=True)
