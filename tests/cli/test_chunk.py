@@ -19,7 +19,7 @@ from tests.autochunk.helpers import measured_peak, relative_error  # noqa: E402
 from wf_backends.autochunk import BudgetError, ChunkPlan, autochunk  # noqa: E402
 from wf_backends.cli import chunk as command  # noqa: E402
 from wf_backends.cli import readers  # noqa: E402
-from wf_transformers.folders.skeleton import skeleton  # noqa: E402
+from wf_transformers.folders.skeleton import keep_layers, skeleton  # noqa: E402
 
 LONGEST = 4096 if transformers.__version__ >= "5" else 3072
 """Of one layer in 250 MB; the same on every machine, by the rates of a GPU."""
@@ -144,6 +144,8 @@ def test_more_tokens_than_a_computed_table_has_positions_are_refused(
 
 T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
 ONE_LAYER = SMALL | {"num_hidden_layers": 1, "intermediate_size": 16}
+MLLAMA = ONE_LAYER | {"num_key_value_heads": 2, "pad_token_id": 0}
+MLLAMA |= {"cross_attention_layers": [], "rope_scaling": {"rope_type": "default"}}
 
 
 @pytest.mark.parametrize(
@@ -152,9 +154,10 @@ ONE_LAYER = SMALL | {"num_hidden_layers": 1, "intermediate_size": 16}
         (transformers.T5Config(**T5), "eager"),
         (transformers.CLIPConfig(text_config=ONE_LAYER), "sdpa"),
         (transformers.LlavaConfig(text_config=transformers.LlamaConfig(**ONE_LAYER)), "sdpa"),
+        (transformers.MllamaConfig(text_config=MLLAMA), "sdpa"),
         (transformers.ModernBertConfig(**ONE_LAYER, pad_token_id=0), "sdpa"),
     ],
-    ids=["t5", "clip", "llava", "modernbert"],
+    ids=["t5", "clip", "llava", "mllama", "modernbert"],
 )
 def test_the_tokens_of_a_model_with_several_parts(wallfacer_json, folder, config, attention):
     """An encoder and a decoder get them both; of other models it is the part for text."""
@@ -218,11 +221,37 @@ def test_layers_are_those_of_the_encoder_and_of_the_decoder(folder: str, config)
     assert sum(isinstance(module, kinds) for module in model.modules()) == 2
 
 
+def test_the_first_layers_share_no_more_caches_than_in_the_whole_model() -> None:
+    """Of Gemma 3n's layers the last ones read the keys of others."""
+    shared = list[int]()
+    for layers in (2, 5):
+        config = transformers.GPT2Config(n_layer=6, num_kv_shared_layers=3)
+        keep_layers(config, layers)
+        shared.append(config.num_kv_shared_layers)
+    assert shared == [0, 2]
+    with pytest.raises(NotImplementedError, match="PretrainedConfig|PreTrainedConfig"):
+        keep_layers(transformers.PretrainedConfig(), 1)  # as Blt's
+
+
 def test_a_model_whose_positions_are_a_plain_attribute(wallfacer_json, folder) -> None:
     """torch.export takes no constant that is a fake tensor: they are made buffers."""
     transformers.CTRLConfig(**SMALL, dff=16).save_pretrained(folder)
     args = ("--seqlen", "64", "--attention", "eager")
     assert wallfacer_json("chunk", "--model", folder, *args)["plan"]["peak"]
+
+
+def test_a_model_that_converts_modules_while_it_is_built(wallfacer, folder, monkeypatch) -> None:
+    """As DeepSeek-V4 and HY-V4 of transformers 5 do; torch converts no module of fake tensors."""
+    norm = transformers.models.llama.modeling_llama.LlamaRMSNorm
+
+    class Norm(norm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.float().bfloat16()
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama, norm.__name__, Norm)
+    code, _, err = wallfacer("chunk", "--model", folder, "--seqlen", "64")
+    assert code == 0, err
 
 
 def test_the_first_layers_are_of_the_kinds_that_they_have_in_the_whole_model(wallfacer, folder):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from functools import partial
+from functools import cache, partial
 from textwrap import shorten
 from typing import Any
 from warnings import catch_warnings
@@ -57,9 +57,7 @@ def _count_layers(model: Any, mode: FakeTensorMode) -> dict[str, Any]:
     kinds = nn.ModuleList(next(x for x in stack if repr(x) == kind) for kind in counts)
     setattr(parent, name, kinds)
     model.config.num_hidden_layers = len(kinds)
-    attributes_as_buffers(model)
-    with mode:
-        model.to_empty(device="cpu")
+    to_fake_tensors(model, mode)
     model.config.attention_chunk_size = None  # Llama 4's, which our attention refuses
     model.requires_grad_(True).eval()  # in training OPT leaves layers out, by a tensor's value
     kinds.train()
@@ -75,17 +73,31 @@ def _count_layers(model: Any, mode: FakeTensorMode) -> dict[str, Any]:
     return {"kinds": tuple(layers), "last_norm": (longer - shorter) / tokens + gradient}
 
 
-def attributes_as_buffers(model: nn.Module) -> None:
-    """Make tensors that are plain attributes of modules, such as CTRL's positions, buffers.
+def to_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Have a model on the device meta weights of `mode` on the CPU; tensors that are one stay one.
 
-    torch.export would keep them as constants, which must not be fake tensors.
+    Tensors that are plain attributes of modules, such as CTRL's positions, become buffers:
+    torch.export would keep them as constants, which must not be fake tensors. torch's `to_empty`
+    converts no module that is in two places, such as T5's embedding.
     """
+
+    @cache
+    def fake(tensor: Tensor) -> Any:
+        with mode:
+            empty = torch.empty_like(tensor, device="cpu")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+
     weights = {id(weight) for weight in (*model.parameters(), *model.buffers())}
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if isinstance(value, torch.Tensor) and id(value) not in weights:
+            if isinstance(value, Tensor) and id(value) not in weights:
                 delattr(module, name)
                 module.register_buffer(name, value, persistent=False)
+        for tensors in (vars(module), module._parameters, module._buffers):
+            for name, value in tensors.items():
+                if isinstance(value, Tensor):
+                    tensors[name] = fake(value)
 
 
 class _Attention(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 
 from wf_backends._validation import one_of
-from wf_transformers.folders.layers import attributes_as_buffers
+from wf_transformers.folders.layers import to_fake_tensors
 from wf_transformers.folders.shape import (
     DTYPE,
     has_causal_model,
@@ -23,6 +23,7 @@ from wf_transformers.folders.shape import (
 
 ATTENTIONS = ("sdpa", "eager")
 SIDES = ("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers")
+SHARED_CACHES = "num_kv_shared_layers"  # the last layers of Gemma 3n: they read keys of others
 LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings", "positions_embed")
 COMPUTED_POSITIONS = ("embed_positions", "pos_encoding")  # tensors of GPT-J, CodeGen; of CTRL
 
@@ -43,20 +44,25 @@ def skeleton(
     """
     one_of("--attention", attention, ATTENTIONS)
     whole_config = read_config(folder)
-    config = whole_config.get_text_config()
+    with refused_by_name(folder):
+        text_config = whole_config.get_text_config()
+    # A text config may have no model of its own (Mllama's): that of the whole config is for text.
+    config = next(filter(has_causal_model, (text_config, whole_config)), text_config)
     is_decoder = has_causal_model(config) and not config.is_encoder_decoder
     auto_class = AutoModelForCausalLM if is_decoder else AutoModel
     with refused_by_name(folder):
         _check_class(auto_class._model_mapping[type(config)], attention)
     if layers:
-        keep_layers(config, layers)
-    dtype = getattr(config, DTYPE) or getattr(whole_config, DTYPE) or torch.float32
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        with refused_by_name(folder), no_init_weights():  # ModernBERT's looks at values
-            kwargs = {"attn_implementation": attention, DTYPE: dtype}
-            model = auto_class.from_config(config, **kwargs)
-            model.tie_weights()
-        attributes_as_buffers(model)
+        keep_layers(text_config, layers)
+    dtype = getattr(text_config, DTYPE) or getattr(whole_config, DTYPE) or torch.float32
+    with refused_by_name(folder), torch.device("meta"), no_init_weights():
+        # not on fake tensors, which code that converts modules while it builds them cannot swap
+        kwargs = {"attn_implementation": attention, DTYPE: dtype}
+        model = auto_class.from_config(config, **kwargs)
+        model.tie_weights()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    to_fake_tensors(model, mode)
+    with mode:
         check_positions(f"--seqlen {seqlen}", model, seqlen)
         inputs: dict[str, Any] = {"input_ids": torch.zeros(batch, seqlen, dtype=torch.long)}
     if layers is None:
@@ -69,13 +75,16 @@ def skeleton(
 
 def keep_layers(config: Any, layers: int) -> None:
     """Keep the first layers in a config, also in its lists of the kinds of all layers (Zamba's)."""
-    count = config.num_hidden_layers
+    if not isinstance(count := getattr(config, "num_hidden_layers", None), int):
+        raise NotImplementedError(f"{type(config).__name__} has no number of layers to reduce")
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == count:
             setattr(config, name, value[:layers])
     own_name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     for name in {own_name, *SIDES} & vars(config).keys():
         setattr(config, name, min(layers, getattr(config, name)))
+    if shared := getattr(config, SHARED_CACHES, 0):
+        setattr(config, SHARED_CACHES, max(0, layers - (count - shared)))
 
 
 def _layers_of_all_kinds(model: Any) -> int:
