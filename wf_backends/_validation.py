@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from math import inf, isfinite
@@ -52,6 +52,29 @@ def check_block(name: str, block: object, known: Iterable[str], example: str) ->
             raise ValueError(
                 f'"{name}.{key}" is an unknown key{nearest(key, names)} (known: {", ".join(names)})'
             )
+
+
+def check_keys(
+    where: str, data: object, known: Iterable[str], optional: Collection[str] = ()
+) -> Mapping[str, Any]:
+    """The data itself, if it is a JSON object with these keys; those in `optional` may be missing.
+
+    Raises:
+        ValueError: naming `where`, and the key that is unknown (with the nearest known one) or
+            missing.
+    """
+    keys = list(known)
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where} must be an object with the keys {keys}, got {short(data)}")
+    values = cast(Mapping[str, Any], data)
+    for key in values:
+        if key not in keys:
+            hint = nearest(key, keys)
+            raise ValueError(f"{where}: unknown key {key!r}{hint} (known keys: {keys})")
+    for key in keys:
+        if key not in values and key not in optional:
+            raise ValueError(f"{where}: {key!r} is missing (known keys: {keys})")
+    return values
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -138,20 +161,9 @@ def read_plain(cls: type[Data], data: object, where: str) -> Data:
     Raises:
         ValueError: naming the key that is unknown, missing or of another type, and its value.
     """
-    known = {field.name: field for field in fields(cast(Any, cls))}
-    if not isinstance(data, Mapping):
-        raise ValueError(
-            f"{where} must be an object with the keys {list(known)}, got {short(data)}"
-        )
-    values = cast(Mapping[str, object], data)
-    for key in values:
-        if key not in known:
-            raise ValueError(
-                f"{where} has no key {key!r}{nearest(key, known)} (keys: {list(known)})"
-            )
-    for key, field in known.items():
-        if key not in values and field.default is MISSING:
-            raise ValueError(f"{where}: {key!r} is missing (keys: {list(known)})")
+    known = fields(cast(Any, cls))
+    optional = [field.name for field in known if field.default is not MISSING]
+    values = check_keys(where, data, [field.name for field in known], optional)
     types = get_type_hints(cls)
     return cls(**{key: _read(types[key], value, f"{where}.{key}") for key, value in values.items()})
 

@@ -116,7 +116,7 @@ class TestPlans:
         [
             ({"peak": None}, "plan.peak must be an integer, got None"),
             ({"peak": -1}, "plan.peak must be 0 or more, got -1"),
-            ({"peeks": 3}, "plan has no key 'peeks'; did you mean 'peak'"),
+            ({"peeks": 3}, "plan: unknown key 'peeks'; did you mean 'peak'"),
             ({"slowdown": float("nan")}, "plan.slowdown must be a finite number, got nan"),
             ({"slowdown": -0.5}, "plan.slowdown must be 0 or more, got -0.5"),
             ({"copied": "all"}, "plan.copied must be one of .*got 'all'"),

@@ -7,12 +7,12 @@ topology file has its own units (`from_dict`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from reprlib import repr as short
 from typing import Any
 
-from wf_backends._validation import nearest, positive
+from wf_backends._validation import check_keys, nearest, positive
 
 KERNEL_NAMES = ("reference", "sdpa", "flash")
 MAX_MACHINES = 10**6  # hosts, ranks or NICs
@@ -194,16 +194,13 @@ def from_dict(block: Mapping[str, Any]) -> Topology:
         ValueError: naming the key that is unknown, missing or not a positive number.
     """
     keys = ("name", *_COUNTS, "inside", "between", "kernels", *_TOPOLOGY, "direct_links")
-    block = _check_keys("topology", block, keys)
+    block = check_keys("topology", block, keys, _OPTIONAL)
     name, direct_links = block["name"], block.get("direct_links", False)
     if not isinstance(name, str):
         raise ValueError(f"topology key 'name' must be a string, got {name!r}")
     if not isinstance(direct_links, bool):
         raise ValueError(f"topology key 'direct_links' must be true or false, got {direct_links!r}")
-    rates = block["kernels"]
-    if not isinstance(rates, Mapping):
-        raise ValueError(f"topology key 'kernels' must be an object of kernels, got {rates!r}")
-    _refuse_unknown("kernels", "kernel", rates, KERNEL_NAMES)
+    rates = check_keys("kernels", block["kernels"], KERNEL_NAMES, optional=KERNEL_NAMES)
     kernels = ((key, KernelRate(**_read(f"kernels.{key}", rates[key], _RATE))) for key in rates)
     return Topology(
         name=name,
@@ -218,7 +215,7 @@ def from_dict(block: Mapping[str, Any]) -> Topology:
 
 def _read(where: str, block: Any, units: _Units) -> dict[str, Any]:
     """The fields of a JSON object with the keys of `units`; `where` names it in errors."""
-    return _fields(f"{where}.", _check_keys(where, block, units), units)
+    return _fields(f"{where}.", check_keys(where, block, units, _OPTIONAL), units)
 
 
 def _fields(prefix: str, block: Mapping[str, Any], units: _Units) -> dict[str, Any]:
@@ -234,24 +231,6 @@ def _write(value: object, units: _Units) -> dict[str, float]:
     """The inverse of `_fields`."""
     numbers = {key: getattr(value, field) * d / f for key, (field, f, d) in units.items()}
     return {key: number for key, number in numbers.items() if number or key not in _OPTIONAL}
-
-
-def _check_keys(where: str, block: Any, keys: Iterable[str]) -> Mapping[str, Any]:
-    allowed = list(keys)
-    if not isinstance(block, Mapping):
-        raise ValueError(f"{where} must be an object with the keys {allowed}, got {block!r}")
-    _refuse_unknown(where, "key", block, allowed)
-    for key in allowed:
-        if key not in block and key not in _OPTIONAL:
-            raise ValueError(f"{where}: {key!r} is missing. Keys: {allowed}")
-    return block
-
-
-def _refuse_unknown(where: str, noun: str, names: Iterable[str], known: Sequence[str]) -> None:
-    for name in names:
-        if name not in known:
-            hint = f"{nearest(name, known)} (known {noun}s: {list(known)})"
-            raise ValueError(f"{where}: unknown {noun} {name!r}{hint}")
 
 
 def _check_number(key: str, value: object, may_be_zero: bool) -> float:

@@ -7,10 +7,12 @@ the parameter gradients over the ranks, as data parallelism takes it, is the gra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from torch import nn
 
+from wf_backends._validation import check_keys
 from wf_backends.dsp.first_forward import RECEIVER, FirstForward, Mode, receivers
 from wf_backends.dsp.layout_tracker import LayoutTracker
 from wf_backends.dsp.stages import Stages
@@ -37,8 +39,10 @@ def read_block(
     other_keys = (KEY, *other_keys)
     if KEY not in block:
         return SequenceParallelConfig.from_dict(attention_block, other_keys), None
+    known = [field.name for field in fields(Stages)]
+    stages_block = check_keys(f'"{KEY}"', block[KEY], known, optional=("needs",))
     try:
-        stages = Stages.from_dict(block[KEY])
+        stages = Stages(**stages_block)
     except ValueError as error:
         raise ValueError(f'"{KEY}": {error}') from None
     config = SequenceParallelConfig.from_dict({"layout": LAYOUT} | attention_block, other_keys)

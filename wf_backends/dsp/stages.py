@@ -7,10 +7,9 @@ dimensions whole, such as a residual block of temporal attention. Other modules 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
-from wf_backends._validation import nearest, one_of
+from wf_backends._validation import one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +20,9 @@ class Stages:
     `needs` maps stages, by name or pattern of names, to the dimension that they need whole, e.g.
     {"blocks.*.temporal": "time"}. The whole hidden state is cut along `starts_along` before the
     module `enters`, and gathered after the module `leaves`.
+
+    Raises:
+        ValueError: naming the field that has a wrong value, and what is right.
     """
 
     dims: Mapping[str, int]
@@ -28,26 +30,6 @@ class Stages:
     starts_along: str
     leaves: str
     needs: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def from_dict(cls, block: Mapping[str, Any]) -> Stages:
-        """The stages of a JSON object.
-
-        Raises:
-            ValueError: for a key that is unknown or missing, or a wrong value; says what is right.
-        """
-        if not isinstance(block, Mapping):
-            raise ValueError(f"must be an object with the keys of Stages, got {block!r}")
-        known = {f.name: f for f in fields(cls)}
-        for key in block:
-            if key not in known:
-                raise ValueError(
-                    f"unknown key {key!r}{nearest(key, known)} (known keys: {list(known)})"
-                )
-        for key, known_field in known.items():
-            if key not in block and known_field.default_factory is MISSING:
-                raise ValueError(f"{key!r} is missing. Known keys: {list(known)}")
-        return cls(**block)
 
     def __post_init__(self) -> None:
         for key, type_, example in (
