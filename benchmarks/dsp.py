@@ -23,8 +23,7 @@ from torch import Tensor
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded, chunk_sizes
-from wf_backends.runtime.ulysses import heads_for_tokens, make_head_exchange, tokens_for_heads
-from wf_backends.schedule.layout import contiguous
+from wf_backends.parallel import ChannelExchange
 
 TIME, SPACE = 1, 2  # dimensions of the hidden state
 COLUMNS = {"scheme": "26", "posts": "9.0f", "units": "8.2f", "derived": "9.2f", "ms": "9.1f"}
@@ -142,14 +141,16 @@ def spatial_over_ranks(video: Video, sp: SequenceParallel) -> Step:
 
 def ulysses_everywhere(video: Video, comm: Counting) -> Step:
     """The video as one sequence: heads for tokens around every attention."""
-    exchange = make_head_exchange(contiguous(comm.size, video.tokens), video.heads, video.heads)
+    config = SequenceParallelConfig(sequence_parallel_size=comm.size, layout="contiguous")
+    exchange, share = ChannelExchange(SequenceParallel(config, comm)), video.heads // comm.size
     sizes = chunk_sizes(video.tokens, comm.size)
     spatial, temporal = video.layers()
 
     def attend(dim: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        qkv = heads_for_tokens(torch.cat((q, k, v), -1), exchange, comm, "ulysses")
-        out = attend_along(video, dim, *qkv.chunk(3, -1))
-        return tokens_for_heads(out, exchange, comm, "ulysses")
+        qkv = torch.cat((q, k, v), -1).unflatten(2, (comm.size, share)).flatten(3)
+        qkv = exchange.gather(qkv).unflatten(2, (share, -1))
+        out = attend_along(video, dim, *qkv.chunk(3, -1)).flatten(2)
+        return exchange.bring_back(out).flatten(2).unflatten(2, (video.heads, -1))
 
     def pair(x: Tensor) -> Tensor:
         x = spatial(x, partial(attend, SPACE))

@@ -9,10 +9,11 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.helpers import run_processes, run_threads
 from wf_backends.comm import World
+from wf_backends.parallel import gradients
 from wf_backends.parallel.gradients import GradientMean
 
 
-def mean_of_filled_gradients(comm, bucket_bytes):
+def mean_of_filled_gradients(comm):
     """Gradients after GradientMean, and bytes sent.
 
     Gradient i is rank + i, in three parameters of 23 float32 elements together, one of 4 bfloat16
@@ -25,14 +26,15 @@ def mean_of_filled_gradients(comm, bucket_bytes):
     if comm.size > 1 and comm.rank == 0:
         parameters[2].grad = None
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    GradientMean(comm, bucket_bytes=bucket_bytes)([*parameters, frozen])
+    GradientMean(comm)([*parameters, frozen])
     return [p.grad for p in parameters], frozen.grad, sum(comm.sent.values())
 
 
 @pytest.mark.parametrize("bucket_bytes", (1, 100, 1 << 20))
 @pytest.mark.parametrize("num_ranks", (1, 3, 4))
-def test_gradient_mean_and_its_bytes(num_ranks, bucket_bytes):
-    results = run_threads(num_ranks, mean_of_filled_gradients, bucket_bytes)
+def test_gradient_mean_and_its_bytes(num_ranks, bucket_bytes, monkeypatch):
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
+    results = run_threads(num_ranks, mean_of_filled_gradients)
     mean_rank = (num_ranks - 1) / 2
     expected = [mean_rank + i for i in range(4)]
     if num_ranks > 1:
@@ -58,11 +60,13 @@ def test_parameters_without_a_gradient_on_any_rank_keep_none(num_ranks):
     assert run_threads(num_ranks, rank) == [[False, True, True]] * num_ranks
 
 
-def test_a_tied_parameter_that_is_listed_twice_is_summed_once():
+def test_a_tied_parameter_that_is_listed_twice_is_summed_once(monkeypatch):
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
+
     def rank(comm):
         tied, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
         tied.grad, other.grad = torch.ones(2), torch.ones(2)
-        GradientMean(comm, divisor=1, bucket_bytes=1)([tied, other, tied])
+        GradientMean(comm, divisor=1)([tied, other, tied])
         return tied.grad.tolist()
 
     assert run_threads(4, rank) == [[4.0, 4.0]] * 4
@@ -76,11 +80,10 @@ def test_parameters_that_differ_between_ranks_are_refused():
         run_threads(2, rank)
 
 
-@pytest.mark.parametrize("name", ("divisor", "bucket_bytes"))
 @pytest.mark.parametrize("value", (0, -1, 2.5, "8", True))
-def test_divisors_and_bucket_bytes_that_are_no_positive_integers_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"{name} must be a positive integer, got {value!r}"):
-        GradientMean(World(1).comm(0), **{name: value})
+def test_divisors_that_are_no_positive_integers_are_refused(value):
+    with pytest.raises(ValueError, match=f"divisor must be a positive integer, got {value!r}"):
+        GradientMean(World(1).comm(0), divisor=value)
 
 
 def test_sparse_gradients_are_refused():

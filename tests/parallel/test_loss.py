@@ -74,14 +74,6 @@ def test_losses_of_ranks_with_unequal_shards_add_up() -> None:
     torch.testing.assert_close(first + second, expected, rtol=1e-13, atol=0)
 
 
-def test_the_ignored_label_can_be_another_one() -> None:
-    logits, labels = draw()
-    labels = labels.masked_fill(labels == -100, 0)
-    loss = token_loss(logits, labels, count_valid(labels, ignore_index=0), ignore_index=0)
-    expected = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
-    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
-
-
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int16))
 def test_labels_of_any_integer_dtype_give_the_loss_of_int64(dtype: torch.dtype) -> None:
     logits, labels = draw()

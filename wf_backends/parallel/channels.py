@@ -10,23 +10,26 @@ Shapes: b batch, s rows of this rank, S rows of the sequence, P ranks, c channel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from wf_backends._compile import eager
-from wf_backends.comm import ConsistencyCheck, fingerprint, sum_on_all_ranks
-from wf_backends.parallel.sequence_parallel import SequenceParallel
-from wf_backends.runtime import (
-    HeadExchange,
-    heads_for_tokens,
-    linear_map,
-    make_head_exchange,
-    tokens_for_heads,
+from wf_backends.comm import (
+    NO_PASS,
+    Communicator,
+    ConsistencyCheck,
+    all_to_all,
+    fingerprint,
+    sum_on_all_ranks,
 )
-from wf_backends.schedule import make_layout
+from wf_backends.parallel.sequence_parallel import SequenceParallel
+from wf_backends.runtime import linear_map, positions
+from wf_backends.schedule import Layout, make_layout, size
 
+RowMap = Callable[[Tensor, str], Tensor]
 Borders = Sequence[int] | None
 
 
@@ -56,14 +59,14 @@ class ChannelExchange:
             "cu_seqlens": fingerprint(cu_seqlens),
         }
         lengths = self._consistency.check(same, {"rows": x.shape[1]}, x)
-        exchange = self._exchange(sum(lengths["rows"]), cu_seqlens)
-        return heads_for_tokens(x, exchange, self.sp.comm, "channels").squeeze(2)
+        gather, bring_back = self._maps(sum(lengths["rows"]), cu_seqlens)
+        return linear_map(x, gather, bring_back, "channels")
 
     @eager
     def bring_back(self, y: Tensor, cu_seqlens: Borders = None) -> Tensor:
         """The transpose of `gather`: (b, S, c) -> (b, s, P, c)."""
-        exchange = self._exchange(y.shape[1], cu_seqlens)
-        return tokens_for_heads(y.unsqueeze(2), exchange, self.sp.comm, "channels back")
+        gather, bring_back = self._maps(y.shape[1], cu_seqlens)
+        return linear_map(y, bring_back, gather, "channels back")
 
     @eager
     def sum(self, x: Tensor) -> Tensor:
@@ -71,7 +74,24 @@ class ChannelExchange:
         all_reduce = partial(sum_on_all_ranks, self.sp.comm)
         return linear_map(x, all_reduce, all_reduce, "channels sum")
 
-    def _exchange(self, seqlen: int, cu_seqlens: Borders) -> HeadExchange:
-        size = self.sp.size
-        layout = make_layout(self.sp.config.layout, size, seqlen, cu_seqlens)
-        return make_head_exchange(layout, size, size)
+    def _maps(self, seqlen: int, cu_seqlens: Borders) -> tuple[RowMap, RowMap]:
+        layout = make_layout(self.sp.config.layout, self.sp.size, seqlen, cu_seqlens)
+        return partial(_gather, self.sp.comm, layout), partial(_bring_back, self.sp.comm, layout)
+
+
+def _gather(comm: Communicator, layout: Layout, x: Tensor, label: str) -> Tensor:
+    """(b, s, P, c) -> (b, S, c)."""
+    comm.enter(NO_PASS)
+    shapes = [torch.Size((len(x), size(shard), x.shape[3])) for shard in layout]
+    whole = x.new_empty(len(x), sum(map(size, layout)), x.shape[3])
+    for shard, part in zip(layout, all_to_all(comm, label, x.unbind(2), shapes), strict=True):
+        whole[:, positions(shard, x.device)] = part
+    return whole
+
+
+def _bring_back(comm: Communicator, layout: Layout, y: Tensor, label: str) -> Tensor:
+    """(b, S, c) -> (b, s, P, c)."""
+    comm.enter(NO_PASS)
+    parts = [y[:, positions(shard, y.device)] for shard in layout]
+    shapes = [parts[comm.rank].shape] * comm.size
+    return torch.stack(all_to_all(comm, label, parts, shapes), 2)

@@ -5,7 +5,6 @@ Source: LSS Transformer's double gradient averaging, arXiv 2311.02382.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
@@ -70,14 +69,10 @@ class GradientMean:
     2 (P - 1) / P of their bytes.
     """
 
-    def __init__(
-        self, group: Any = None, divisor: int | None = None, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
-        positive("bucket_bytes", bucket_bytes, maximum=sys.maxsize)
+    def __init__(self, group: Any = None, divisor: int | None = None) -> None:
         self.comm = make_comm(group)
         self.divisor = self.comm.size if divisor is None else divisor
         positive("divisor", self.divisor)
-        self.bucket_bytes = bucket_bytes
         self._consistency = ConsistencyCheck(self.comm)
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -104,7 +99,7 @@ class GradientMean:
         has_grad = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8)
         on_any_rank = gather_small(self.comm, has_grad).amax(0).tolist()
         used = [p for p, has_grad in zip(trained, on_any_rank, strict=True) if has_grad]
-        for bucket in _buckets(used, self.bucket_bytes):
+        for bucket in _buckets(used):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = torch.cat([grad.reshape(-1) for grad in grads])
             mean = sum_on_all_ranks(self.comm, flat, "gradients", self.divisor)
@@ -113,8 +108,8 @@ class GradientMean:
                 parameter.grad = grad.view_as(parameter).clone()
 
 
-def _buckets(parameters: Iterable[nn.Parameter], max_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one dtype and device, of max_bytes together at most or a single one."""
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one dtype and device, of BUCKET_BYTES together at most or a single one."""
 
     def kind(p: nn.Parameter) -> tuple[str, str]:
         return str(p.dtype), str(p.device)
@@ -122,7 +117,7 @@ def _buckets(parameters: Iterable[nn.Parameter], max_bytes: int) -> Iterator[lis
     for _, same_type in groupby(sorted(parameters, key=kind), kind):
         bucket, num_bytes = list[nn.Parameter](), 0
         for p in same_type:
-            if bucket and num_bytes + p.nbytes > max_bytes:
+            if bucket and num_bytes + p.nbytes > BUCKET_BYTES:
                 yield bucket
                 bucket, num_bytes = [], 0
             bucket.append(p)

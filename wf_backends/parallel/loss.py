@@ -15,9 +15,7 @@ from wf_backends.runtime import first_order_only
 MAX_UPCAST_LOGITS = 1 << 24  # at a time: 64 MiB in float32
 
 
-def token_loss(
-    logits: Tensor, labels: Tensor, num_valid: Tensor | int, ignore_index: int = IGNORE_INDEX
-) -> Tensor:
+def token_loss(logits: Tensor, labels: Tensor, num_valid: Tensor | int) -> Tensor:
     """Sum of the cross entropies of the valid local tokens / max(1, num_valid).
 
     With num_valid counted over all ranks, the sum over the ranks is the mean loss of one device,
@@ -26,9 +24,9 @@ def token_loss(
 
     Args:
         logits: (..., vocab), any float dtype.
-        labels: (...), integers, already shifted: the token that each position predicts.
+        labels: (...), integers, already shifted: the token that each position predicts, or
+            IGNORE_INDEX.
         num_valid: number of tokens with a label, over all ranks that share the sequence.
-        ignore_index: the label of tokens without a loss.
 
     Returns:
         A scalar, float32 (float64 for float64 logits).
@@ -43,13 +41,13 @@ def token_loss(
         )
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"labels must be integers, got {labels.dtype}")
-    total = _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten().long(), ignore_index)
+    total = _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten().long())
     return total / at_least_one(num_valid)
 
 
-def count_valid(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """The number of labels other than ignore_index, an int64 scalar on the labels' device."""
-    return (labels.long() != ignore_index).sum()  # to torch.uint8, -100 is 156
+def count_valid(labels: Tensor) -> Tensor:
+    """The number of labels other than IGNORE_INDEX, an int64 scalar on the labels' device."""
+    return (labels.long() != IGNORE_INDEX).sum()  # to torch.uint8, -100 is 156
 
 
 def at_least_one(num_valid: Tensor | int) -> Tensor | int:
@@ -61,30 +59,28 @@ class _CrossEntropySum(torch.autograd.Function):
     """The sum of the cross entropies of logits (n, v) and labels (n,), some rows at a time."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
         ctx.save_for_backward(logits, labels)
-        ctx.ignore_index = ignore_index
         total = logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
-        options = {"ignore_index": ignore_index, "reduction": "sum"}
-        for rows in _row_slices(logits):
-            total += cross_entropy(logits[rows].to(total.dtype), labels[rows], **options)
+        for rows in _row_slices(logits):  # torch's ignore_index is IGNORE_INDEX by default
+            total += cross_entropy(logits[rows].to(total.dtype), labels[rows], reduction="sum")
         return total
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """dlogits = grad * (softmax(logits) - one_hot(labels)), 0 in ignored rows."""
         logits, labels = ctx.saved_tensors
         dlogits = torch.empty_like(logits)
         for rows in _row_slices(logits):
             label = labels[rows, None]
-            ignored = label == ctx.ignore_index
+            ignored = label == IGNORE_INDEX
             probabilities = logits[rows].softmax(-1, dtype=grad.dtype)
             ones = torch.ones_like(probabilities[:, :1])
             probabilities.scatter_add_(1, label.masked_fill(ignored, 0), -ones)
             dlogits[rows] = probabilities.mul_(grad).masked_fill_(ignored, 0)
             del probabilities  # before the next ones are allocated
-        return dlogits, None, None
+        return dlogits, None
 
 
 def _row_slices(logits: Tensor) -> Iterator[slice]:

@@ -11,21 +11,13 @@ from wf_backends.runtime.learned import Learned, with_sinks
 from wf_backends.runtime.messages import Messages, accumulator_dtype, add, fuse, scatter
 from wf_backends.runtime.shards import dimension, gather_shards, positions, take_shard
 from wf_backends.runtime.surrogate_out import SurrogateOut
-from wf_backends.runtime.ulysses import (
-    HeadExchange,
-    HeadGroup,
-    gather_rows,
-    heads_for_tokens,
-    make_head_exchange,
-    tokens_for_heads,
-)
+from wf_backends.runtime.ulysses import HeadGroup, gather_rows, make_head_exchange
 
 __all__ = [
     "RouteAttention",
     "BackwardTiles",
     "AttentionCall",
     "ForwardTiles",
-    "HeadExchange",
     "HeadGroup",
     "Learned",
     "Messages",
@@ -37,12 +29,10 @@ __all__ = [
     "fuse",
     "gather_rows",
     "gather_shards",
-    "heads_for_tokens",
     "make_head_exchange",
     "linear_map",
     "positions",
     "scatter",
     "take_shard",
-    "tokens_for_heads",
     "with_sinks",
 ]

@@ -18,9 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from wf_backends.comm import NO_PASS, Communicator, Pass
+from wf_backends.comm import Communicator
 from wf_backends.lowering import Parcels, parcels
-from wf_backends.runtime.autograd import linear_map
 from wf_backends.runtime.messages import Messages, Tensors, add, copy, scatter
 from wf_backends.schedule import Range, Ranges, join, locate, size
 
@@ -130,36 +129,6 @@ class HeadGroup:
         """The exchanges of q, k and v, or of out: `name` is "qkv" or "out"."""
         queries, keys = self.queries[chunk], self.keys[chunk]
         return (queries, keys, keys) if name == "qkv" else (queries,)
-
-
-def heads_for_tokens(x: Tensor, exchange: HeadExchange, comm: Communicator, label: str) -> Tensor:
-    """All heads of this rank's rows (b, s, h, d) -> its heads of the group's rows (b, n, h', d)."""
-    forward = partial(_exchange, gather_rows, exchange, comm, NO_PASS)
-    transpose = partial(_exchange, return_rows, exchange, comm, NO_PASS.backward())
-    return linear_map(x, forward, transpose, label) if comm.size > 1 else x
-
-
-def tokens_for_heads(x: Tensor, exchange: HeadExchange, comm: Communicator, label: str) -> Tensor:
-    """This rank's heads of the group's rows (b, n, h', d) -> all heads of its rows (b, s, h, d)."""
-    forward = partial(_exchange, return_rows, exchange, comm, NO_PASS)
-    transpose = partial(_exchange, gather_rows, exchange, comm, NO_PASS.backward())
-    return linear_map(x, forward, transpose, label) if comm.size > 1 else x
-
-
-def _exchange(
-    add_messages: Callable[[Messages, HeadExchange, Tensor], Tensor],
-    exchange: HeadExchange,
-    comm: Communicator,
-    new_pass: Pass,
-    x: Tensor,
-    label: str,
-) -> Tensor:
-    """Run `gather_rows` or `return_rows` and its messages; the result in x's dtype."""
-    comm.enter(new_pass)
-    messages = Messages(comm, label)
-    result = add_messages(messages, exchange, x)
-    messages.post().wait()
-    return result.to(x.dtype)
 
 
 def gather_rows(messages: Messages, exchange: HeadExchange, x: Tensor) -> Tensor:
