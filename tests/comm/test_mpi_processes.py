@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from tests import comm_contract
 from tests.helpers import run_mpi
-from wf_backends.comm import make_comm
+from wf_backends.comm import make_comm, mpi
 from wf_backends.comm.mpi import MpiComm
 
 pytestmark = pytest.mark.mpi
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.mpi
 def run_checks(world: Any) -> dict[str, object]:
     """All checks of this file that can run in the same processes."""
     comm = make_comm(world)
-    comm_contract.exchange(MpiComm(world, max_message=7))  # messages of 20 bytes, in parts
+    with patch.object(mpi, "MAX_MESSAGE", 7):  # messages of 20 bytes, in parts
+        comm_contract.exchange(MpiComm(world))
     return {
         "type": type(comm).__name__,
         "contract": comm_contract.run_all(comm),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 POLLS_BEFORE_PAUSES = 1000  # then a waiting rank pauses between polls, for other threads' sake
 PAUSE_S = 20e-6  # seconds between polls after that
+MAX_MESSAGE = 1 << 30  # bytes; older libraries count them in 32 bits. Larger tensors are cut
 CHECK_S = 0.5  # seconds between checks whether the peer has ended
 ENDED_TAG = UNUSED_TAG  # of the empty message that a rank sends when it ends
 
@@ -45,8 +46,6 @@ class MpiComm(ProcessComm):
     Args:
         comm: an mpi4py intracommunicator.
         timeout: seconds that a wait waits.
-        max_message: bytes of one MPI message; older libraries count them in 32 bits. Larger tensors
-            are sent as several messages.
 
     Raises:
         ValueError: if `comm` is COMM_NULL or an intercommunicator.
@@ -56,9 +55,7 @@ class MpiComm(ProcessComm):
     on_host = True
     needs_polls = True
 
-    def __init__(
-        self, comm: MPI.Comm, timeout: float = DEFAULT_TIMEOUT_S, max_message: int = 2**30
-    ) -> None:
+    def __init__(self, comm: MPI.Comm, timeout: float = DEFAULT_TIMEOUT_S) -> None:
         from mpi4py import MPI  # loaded already: `comm` is of it
 
         self.MPI: Any = MPI
@@ -67,7 +64,7 @@ class MpiComm(ProcessComm):
         world, group = self.MPI.COMM_WORLD.Get_group(), comm.Get_group()
         ranks = group.Translate_ranks(None, world)
         super().__init__(comm.Get_rank(), len(ranks), ranks)
-        self.timeout, self.max_message = timeout, max_message
+        self.timeout = timeout
         self.cuda_aware = _cuda_aware(self.MPI)
         self.comm, request = comm.Idup()
         board = job_board()
@@ -111,7 +108,7 @@ class MpiComm(ProcessComm):
         for transfer, start, messages in (receiving, sending):
             for peer, tensor in messages:
                 data = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-                for part in data.split(self.max_message):  # an empty tensor has one empty part
+                for part in data.split(MAX_MESSAGE):  # an empty tensor has one empty part
                     try:
                         request = start([part, part.numel(), self.MPI.BYTE], peer, tag)
                     except self.MPI.Exception as error:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from wf_backends.comm import Communicator
-from wf_backends.lowering import Parcel
+from wf_backends.lowering import parcels
 from wf_backends.runtime.messages import Messages
-from wf_backends.schedule import Layout, Ranges, size
+from wf_backends.schedule import Layout, Ranges, intersect, join, size
 
 
 def dimension(x: Tensor, dim: int, name: str = "dim") -> int:
@@ -36,23 +36,31 @@ def take_shard(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: s
     return torch.cat(pieces or [x.narrow(dim, 0, 0)], dim).contiguous()
 
 
-def gather_shards(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: str) -> Tensor:
-    """The whole tensor along `dim`, in sequence order; x holds this rank's rows of it.
+def gather_shards(
+    comm: Communicator,
+    layout: Layout,
+    dim: int,
+    x: Tensor,
+    label: str,
+    needed: Layout | None = None,
+) -> Tensor:
+    """The rows along `dim` that this rank needs, in sequence order; x holds those that it owns.
 
-    Empty shards are not sent.
+    Args:
+        layout, needed: by rank, the positions that it owns and that it needs; None = all.
     """
+    needed = needed or (join(piece for shard in layout for piece in shard),) * len(layout)
+    own, held = layout[comm.rank], needed[comm.rank]
     rows = x.movedim(dim, 0).contiguous()
-    shape = list(x.shape)
-    shape[dim] = sum(map(size, layout))
-    whole = x.new_empty(shape)
+    buffer = rows.new_empty((size(held), *rows.shape[1:]))
     messages = Messages(comm, label)
-    for peer, shard in enumerate(layout):
-        if len(rows):
-            messages.send(Parcel(peer, ((0, len(rows)),)), (rows,))
-        if size(shard):
-            messages.receive(Parcel(peer, shard), (whole.movedim(dim, 0),))
+    for peer in range(comm.size):
+        for parcel in parcels(peer, intersect(own, needed[peer]), own):
+            messages.send(parcel, (rows,))
+        for parcel in parcels(peer, intersect(layout[peer], held), held):
+            messages.receive(parcel, (buffer,))
     messages.post().wait()
-    return whole
+    return buffer.movedim(0, dim).contiguous()
 
 
 def positions(shard: Ranges, device: torch.device | None = None) -> Tensor:

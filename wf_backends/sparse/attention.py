@@ -23,10 +23,10 @@ from torch import Tensor
 
 from wf_backends._compile import eager
 from wf_backends.comm import ConsistencyCheck, Shared, fingerprint
-from wf_backends.parallel import SequenceParallel, Softmax, check_tensors, make_softmax
+from wf_backends.parallel import SequenceParallel, check_tensors, make_softmax
 from wf_backends.schedule import Layout, Mask, layout_of, make_mask
-from wf_backends.sparse.needed_rows import all_rows, gather_needed
-from wf_backends.sparse.rows import Columns, attend_to_rows
+from wf_backends.sparse.needed_rows import gather_needed
+from wf_backends.sparse.rows import Columns, RowsAttention, add_sinks
 
 
 class SparseAttention(Shared):
@@ -72,15 +72,19 @@ class SparseAttention(Shared):
             mask = make_mask(cu_seqlens=cu_seqlens)
             _check_chosen(chosen, q, k)
         layout = self._checked_layout(q, k, v, chosen, mask, softmax.options, name)
-        if kv_up is None:
-            columns = Columns(slice(0, k.shape[3]), slice(k.shape[3], None))
-            return self._attend(q, torch.cat((k, v), -1), columns, chosen, softmax, layout)
-        columns = Columns(slice(None), slice(0, v.shape[3]))
         with torch.autocast(q.device.type, enabled=False):
-            up_k, up_v = kv_up.tensor_split([q.shape[3] - k.shape[3]], 1)
-            queries = _in_latents(q, up_k)
-            out = self._attend(queries, torch.cat((v, k), -1), columns, chosen, softmax, layout)
-            return torch.einsum("bshc,hec->bshe", out, up_v)
+            if kv_up is None:
+                queries, rows, up_v = q, torch.cat((k, v), -1), None
+                columns = Columns(slice(0, k.shape[3]), slice(k.shape[3], None))
+            else:
+                up_k, up_v = kv_up.tensor_split([q.shape[3] - k.shape[3]], 1)
+                queries, rows = _in_latents(q, up_k), torch.cat((v, k), -1)
+                columns = Columns(slice(None), slice(0, v.shape[3]))
+            table = gather_needed(self._sp.comm, layout, None, rows, "chosen keys")
+            scale = softmax.scores.scale
+            out, lse = RowsAttention.apply(queries, table, chosen, scale, columns)
+            out = add_sinks(out, lse, softmax).to(q.dtype)
+            return out if up_v is None else torch.einsum("bshc,hec->bshe", out, up_v)
 
     def _checked_layout(
         self,
@@ -109,20 +113,6 @@ class SparseAttention(Shared):
         if highest >= seqlen:  # raised on all ranks
             raise ValueError(f"chosen must be positions of {seqlen} tokens, or -1, got {highest}")
         return layout_of(self._sp.config.layout, by_rank["rows"], mask, "q")
-
-    def _attend(
-        self,
-        q: Tensor,
-        rows: Tensor,
-        columns: Columns,
-        chosen: Tensor,
-        softmax: Softmax,
-        layout: Layout,
-    ) -> Tensor:
-        """(b, s, h, e) in q's dtype, from this rank's `rows` (b, s, g, w) of keys and values."""
-        with torch.autocast(q.device.type, enabled=False):
-            table = gather_needed(self._sp.comm, layout, all_rows(layout), rows, "chosen keys")
-            return attend_to_rows(q, table, chosen, softmax, columns)
 
 
 def _in_latents(q: Tensor, up_k: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from wf_backends.parallel import SequenceParallel, check_tensors, make_softmax
 from wf_backends.runtime import positions
 from wf_backends.schedule import Layout, Mask, join, layout_of, locate, make_mask
 from wf_backends.sparse.key_ranges import RangesAttention
-from wf_backends.sparse.needed_rows import all_rows, gather_needed, with_earlier_rows
+from wf_backends.sparse.needed_rows import gather_needed, with_earlier_rows
 from wf_backends.sparse.rows import Columns, RowsAttention, add_sinks
 
 
@@ -115,7 +115,7 @@ class CompressedAttention(Shared):
             got = f"{tuple(own.shape)} for groups.rows {tuple(taken.shape)}"
             raise ValueError(f"pool must return (b, n, d), got {got}")
         owned = _entries_of(layout, ratio, borders)
-        values = gather_needed(self._sp.comm, owned, all_rows(owned), own, "entries")
+        values = gather_needed(self._sp.comm, owned, None, own, "entries")
         return Entries(values, *_visible(document, offset, ratio, borders))
 
     @eager

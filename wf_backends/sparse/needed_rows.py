@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wf_backends.comm import NO_PASS, Communicator
 from wf_backends.lowering import parcels
-from wf_backends.runtime import Messages, add, linear_map, scatter
+from wf_backends.runtime import Messages, add, gather_shards, linear_map, scatter
 from wf_backends.schedule import Layout, intersect, join, size
 
 
@@ -27,36 +27,24 @@ def with_earlier_rows(layout: Layout, count: int, borders: tuple[int, ...]) -> L
     )
 
 
-def all_rows(layout: Layout) -> Layout:
-    """By rank: all rows."""
-    return (join(piece for shard in layout for piece in shard),) * len(layout)
-
-
 def gather_needed(
-    comm: Communicator, layout: Layout, needed: Layout, x: Tensor, label: str
+    comm: Communicator, layout: Layout, needed: Layout | None, x: Tensor, label: str
 ) -> Tensor:
     """This rank's rows (b, s, ...) -> the rows that it needs (b, n, ...), in sequence order.
 
     The gradient of a row is summed over the ranks that needed it, in float32 or wider.
 
     Args:
-        layout, needed: by rank, the positions that it has and that it needs.
+        layout, needed: by rank, the positions that it has and that it needs; None = all.
     """
+    needed = needed or (join(piece for shard in layout for piece in shard),) * len(layout)
     forward = partial(_gather, comm, layout, needed)
     return linear_map(x, forward, partial(_sum_back, comm, layout, needed), label)
 
 
 def _gather(comm: Communicator, layout: Layout, needed: Layout, x: Tensor, label: str) -> Tensor:
     comm.enter(NO_PASS)
-    messages, me, rows = Messages(comm, label), comm.rank, x.transpose(0, 1)
-    buffer = rows.new_empty((size(needed[me]), *rows.shape[1:]))
-    for peer in range(comm.size):
-        for parcel in parcels(peer, intersect(layout[me], needed[peer]), layout[me]):
-            messages.send(parcel, (rows,))
-        for parcel in parcels(peer, intersect(layout[peer], needed[me]), needed[me]):
-            messages.receive(parcel, (buffer,))
-    messages.post().wait()
-    return buffer.transpose(0, 1)
+    return gather_shards(comm, layout, 1, x, label, needed)
 
 
 def _sum_back(comm: Communicator, layout: Layout, needed: Layout, x: Tensor, label: str) -> Tensor:

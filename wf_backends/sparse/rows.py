@@ -30,14 +30,6 @@ class Columns(NamedTuple):
     value: slice
 
 
-def attend_to_rows(
-    q: Tensor, table: Tensor, chosen: Tensor, softmax: Softmax, columns: Columns
-) -> Tensor:
-    """(b, s, h, e) in q's dtype, with the sinks of `softmax`; the rest as in `RowsAttention`."""
-    out, lse = RowsAttention.apply(q, table, chosen, softmax.scores.scale, columns)
-    return add_sinks(out, lse, softmax).to(q.dtype)
-
-
 def add_sinks(out: Tensor, lse: Tensor, softmax: Softmax) -> Tensor:
     """out (b, s, h, e) with the sinks of `softmax`, if it has any; lse (b, s, h)."""
     if softmax.learned.sinks is None:
