@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.helpers import ROOT
@@ -25,7 +23,7 @@ ROUTES = ({"name": "ring"}, {"name": "mesh", "rows": 2, "cols": 2}, {"name": "al
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route["name"])
 def test_every_predicted_second_is_in_one_phase(route) -> None:
-    topology = replace(PRESETS["h100-8x400g"].with_ranks(8), agreement_s=0.01)
+    topology = PRESETS["h100-8x400g"].with_ranks(8)
     request = Request(topology, Workload(Shape(1, 8, 8, 64, 2), 4096, Mask(CAUSAL)))
     placed = default_placement(route, 4)
     plan = price_plan(request, Choice(2, placed, placed))
@@ -33,7 +31,7 @@ def test_every_predicted_second_is_in_one_phase(route) -> None:
     costs = (plan.around, plan.forward, plan.backward)
     assert sum(predicted.values()) == pytest.approx(sum(cost.seconds for cost in costs))
     order = sorted(predicted, key=lab_report.phase_order)
-    assert order[:2] == ["agreement", "forward ulysses qkv"]
+    assert order[0] == "forward ulysses qkv"
     assert order.index("forward ulysses out") + 1 == order.index("backward ulysses out")
     assert order[-2:] == ["backward reduce", "backward ulysses qkv"]
     # phases of gathering are not measured: their predicted seconds are added to the next phase

@@ -44,7 +44,6 @@ def test_a_job_is_measured_once(hosts: list[str], per_host: int, tmp_path: Path)
     assert cpu_s < 10
     assert (topology.hosts, topology.ranks_per_host) == (len(set(hosts)), per_host)
     assert 0 < topology.inside.latency_s < wall_s / 10 and topology.inside.bytes_per_s > 1e6
-    assert 0 < topology.agreement_s < wall_s / 10
     assert 0 <= topology.occupied <= 1 and topology.rate().diagonal_keys >= 0
     assert (0 < topology.exchange_s < wall_s / 10) == (per_host > 1)
     assert topology.kernels[0][0] == "sdpa" and topology.rate().forward_flops_per_s > 1e8

@@ -100,12 +100,12 @@ def test_a_topology_is_in_seconds_bytes_and_flops() -> None:
 
 def test_optional_keys_have_defaults_and_are_written_back() -> None:
     bare = from_dict(description())
-    assert (bare.direct_links, bare.agreement_s) == (False, 0.0)
+    assert (bare.direct_links, bare.exchange_s) == (False, 0.0)
     assert (bare.occupied, bare.rate().diagonal_keys) == (0.0, 0.0)
-    optional = {"direct_links": True, "agreement_us": 250, "exchange_us": 500, "occupied": 0.75}
+    optional = {"direct_links": True, "exchange_us": 500, "occupied": 0.75}
     full = from_dict(description(**optional, kernels={"sdpa": RATE | {"diagonal_keys": 64}}))
     assert (full.direct_links, full.occupied, full.rate().diagonal_keys) == (True, 0.75, 64)
-    assert (full.agreement_s, full.exchange_s) == pytest.approx((250e-6, 500e-6))
+    assert full.exchange_s == pytest.approx(500e-6)
     assert from_dict(full.to_dict()) == full and from_dict(bare.to_dict()) == bare
 
 
@@ -158,11 +158,11 @@ def test_ranks_that_do_not_fill_hosts_are_refused() -> None:
         ({"occupied": 1.5}, "occupied must be a share, from 0 to 1, got 1.5"),
         ({"occupied": "half"}, "'occupied' must be a positive number or 0, got 'half'"),
         ({"kernels": {"sdpa": RATE | {"diagonal_keys": -1}}}, "'kernels.sdpa.diagonal_keys' must"),
-        ({"agreement_us": -1}, "'agreement_us' must be a positive number or 0, got -1"),
+        ({"exchange_us": -1}, "'exchange_us' must be a positive number or 0, got -1"),
         ({"name": None}, "'name' must be a string, got None"),
         ({"name": ["lab"]}, "'name' must be a string, got \\['lab'\\]"),
         ({"memory_gib": 10**400}, "'memory_gib' must be from 1e-30 to 1e\\+30, got 1000000"),
-        ({"agreement_us": 10**400}, "'agreement_us' must be from 1e-30 to 1e\\+30 or 0, got 1000"),
+        ({"exchange_us": 10**400}, "'exchange_us' must be from 1e-30 to 1e\\+30 or 0, got 1000"),
         (
             {"inside": {"latency_us": 1, "gigabits_per_s": 1e-320}},
             "'inside.gigabits_per_s' must be",

@@ -33,16 +33,6 @@ from wf_backends.schedule.schedule import check
 DOCUMENTS = Mask(CAUSAL, (0, 90, 100, 500, 720, 1000, 1024))
 
 
-def test_a_call_begins_with_the_agreement_of_the_ranks() -> None:
-    request = Request(cluster(2, 2), Workload(SHAPE, 240))
-    with_agreement = replace(request, topology=replace(request.topology, agreement_s=0.5))
-    expected, plan = best_plan(request), best_plan(with_agreement)
-    assert plan.choice == expected.choice
-    assert plan.cost.spans[0].label == "agreement"
-    assert plan.cost.seconds == pytest.approx(expected.cost.seconds + 0.5)
-    assert plan.cost.exposed_s == pytest.approx(expected.cost.exposed_s + 0.5)
-
-
 def drawn_requests(count: int, seed: int) -> list[Request]:
     """Requests of 2 to 8 ranks, whose plans are counted message by message."""
     source, requests = random.Random(seed), list[Request]()

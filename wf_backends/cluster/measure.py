@@ -20,7 +20,7 @@ from wf_backends.cluster.measure_links import (
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.cluster.timer import Timer
 from wf_backends.cluster.topology import Topology
-from wf_backends.comm import HEADER_INTEGERS, Communicator, gather_small
+from wf_backends.comm import Communicator
 from wf_backends.runtime import Messages, gather_rows, make_head_exchange
 from wf_backends.schedule import make_layout
 
@@ -56,24 +56,11 @@ def measure_topology(comm: Communicator, hosts: Sequence[str], device: torch.dev
         inside=inside,
         between=between,
         nics_per_host=nics,
-        agreement_s=_agreement_s(timer),
         exchange_s=_exchange_s(timer, per_host) if per_host > 1 else 0.0,
         kernels=((kernel.name, kernel.rate(timer.per_run)),),
         memory_bytes=_memory_bytes(device, per_host),
         occupied=measure_occupied(timer, per_host, tile),
     )
-
-
-def _agreement_s(timer: Timer) -> float:
-    """Seconds until all ranks have a header of each rank, as the check of a call takes.
-
-    The median: most of it is how long ranks take to be ready, as in a real call. 0 where headers
-    are exchanged only at the first call.
-    """
-    if not timer.comm.on_host:
-        return 0.0
-    header = torch.zeros(HEADER_INTEGERS, dtype=torch.int64)
-    return median(timer.times(lambda: gather_small(timer.comm, header), COLLECTIVE_REPEATS))
 
 
 def _exchange_s(timer: Timer, per_host: int) -> float:

@@ -69,8 +69,6 @@ class Topology:
     """The memory of one rank."""
     direct_links: bool = False
     """Whether every pair of ranks of a host has its own link (NVLink without a switch)."""
-    agreement_s: float = 0.0
-    """Seconds of the check that all ranks make the same call, in each call; 0 if only once."""
     exchange_s: float = 0.0
     """Seconds of an all-to-all of heads for tokens without its bytes; 0 = a message's latency, or
     the time for which its messages occupy a rank if that is more."""
@@ -174,11 +172,10 @@ _RATE: _Units = {
 }
 _TOPOLOGY: _Units = {
     "memory_gib": ("memory_bytes", 2**30, 1),
-    "agreement_us": ("agreement_s", 1, 1e6),
     "exchange_us": ("exchange_s", 1, 1e6),
     "occupied": ("occupied", 1, 1),
 }
-_OPTIONAL = ("diagonal_keys", "agreement_us", "exchange_us", "occupied", "direct_links")
+_OPTIONAL = ("diagonal_keys", "exchange_us", "occupied", "direct_links")
 
 
 def from_dict(block: Mapping[str, Any]) -> Topology:
@@ -187,8 +184,8 @@ def from_dict(block: Mapping[str, Any]) -> Topology:
     Args:
         block: name, hosts, ranks_per_host, nics_per_host, memory_gib; inside and between as
             {latency_us, gigabits_per_s}; kernels as {kernel: {forward_tflops, backward_tflops,
-            call_us, diagonal_keys (default: 0)}}; direct_links (default: false); agreement_us,
-            exchange_us and occupied (default: 0).
+            call_us, diagonal_keys (default: 0)}}; direct_links (default: false); exchange_us and
+            occupied (default: 0).
 
     Raises:
         ValueError: naming the key that is unknown, missing or not a positive number.

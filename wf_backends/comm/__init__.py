@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from wf_backends.comm.consistency import HEADER_INTEGERS, ConsistencyCheck, fingerprint
+from wf_backends.comm.consistency import ConsistencyCheck, fingerprint
 from wf_backends.comm.exchanges import (
     all_to_all,
     gather_small,
@@ -35,7 +35,6 @@ __all__ = [
     "ConsistencyCheck",
     "Communicator",
     "DEFAULT_TIMEOUT_S",
-    "HEADER_INTEGERS",
     "Message",
     "NO_PASS",
     "Note",

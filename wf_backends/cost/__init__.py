@@ -3,7 +3,7 @@
 from wf_backends.cost.closed_form import ClosedForm
 from wf_backends.cost.exact_cost import pass_cost
 from wf_backends.cost.route_shape import RouteShape, shape_of
-from wf_backends.cost.ulysses import cost_around_passes, ulysses_cost
+from wf_backends.cost.ulysses import ulysses_cost
 from wf_backends.cost.workload import (
     BACKWARD_KEYS,
     FORWARD,
@@ -24,7 +24,6 @@ __all__ = [
     "RouteShape",
     "Span",
     "Workload",
-    "cost_around_passes",
     "pass_cost",
     "shape_of",
     "ulysses_cost",

@@ -108,6 +108,11 @@ class RouteShape:
         return sum(count for count, _ in self.hops)
 
     @property
+    def gathers(self) -> bool:
+        """Whether a rank gathers rows of several owners."""
+        return bool(self.queries.foreign or self.keys.foreign)
+
+    @property
     def crosses_several_times(self) -> bool:
         """Whether several ranks of a host read a row of another host."""
         axes = (self.queries.axis, self.keys.axis)

@@ -17,13 +17,6 @@ from wf_backends.cost.workload import Cost, HeadSplit, Span
 from wf_backends.lowering import UlyssesGroups
 
 
-def cost_around_passes(split: HeadSplit) -> Cost:
-    """The cost around both passes: the check that ranks make the same call, and head exchanges."""
-    agreement_s, exchanges = split.topology.agreement_s, ulysses_cost(split)
-    spans = (Span("agreement", "transfer", 0.0, agreement_s),) if agreement_s else ()
-    return Cost(agreement_s, transfer_s=agreement_s, spans=spans) + exchanges + exchanges
-
-
 def exchange_bytes(split: HeadSplit) -> tuple[LinkBytes, LinkBytes]:
     """The bytes of one chunk's exchanges: (of q, k and v, which go together, of out).
 

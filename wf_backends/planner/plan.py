@@ -134,7 +134,7 @@ class Plan:
     backward: Cost
     """Each the cost of all chunks of heads."""
     around: Cost
-    """The check that ranks agree, and exchanging heads for tokens in both passes."""
+    """Exchanging heads for tokens in both passes."""
     layers: int = 1
     """How many layers keep what the forward gathers, if the backward uses it."""
 

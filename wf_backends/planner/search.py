@@ -18,9 +18,9 @@ from wf_backends.cost import (
     HeadSplit,
     PassKind,
     RouteShape,
-    cost_around_passes,
     pass_cost,
     shape_of,
+    ulysses_cost,
 )
 from wf_backends.planner.explanation import scheme
 from wf_backends.planner.head_splits import head_splits
@@ -139,7 +139,7 @@ def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
 
     Plans that keep gathered rows take one route in both passes.
     """
-    around = cost_around_passes(split)
+    around = ulysses_cost(split) + ulysses_cost(split)  # of the forward and of the backward
     within = replace(request, memory_bytes=request.memory_limit - around.memory_bytes)
     sides = request.moves if split.route_size > 1 else request.moves[:1]  # one rank moves nothing
     forward_routes = _candidates(request, split, request.forward)
@@ -151,7 +151,7 @@ def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
             forward_routes = backward_routes = {
                 placed: shape
                 for placed, shape in forward_routes.items()
-                if placed in backward_routes and (placed.gathers or False not in request.keeps)
+                if placed in backward_routes and (shape.gathers or False not in request.keeps)
             }
         forwards = _passes(request, split, replace(FORWARD, keep=keep), forward_routes)
         kinds = [PassKind("backward", side == "queries", keep) for side in sides]

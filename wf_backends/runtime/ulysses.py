@@ -143,18 +143,13 @@ def gather_rows(messages: Messages, exchange: HeadExchange, x: Tensor) -> Tensor
     return buffer.transpose(0, 1)
 
 
-def return_rows(
-    messages: Messages, exchange: HeadExchange, x: Tensor, total: Tensor | None = None
-) -> Tensor:
+def return_rows(messages: Messages, exchange: HeadExchange, x: Tensor, total: Tensor) -> None:
     """Add the messages of the transpose of `gather_rows`: (b, n, h', d) -> (b, s, h, d).
 
-    Where several members have a head, their tensors are summed in float32 or wider.
-
     Args:
-        total: (b, s, h, d), which may hold other heads already; None = a new tensor.
+        total: `empty_total` of the exchange, which they fill; it may hold other heads already.
     """
-    buffer, me = x.transpose(0, 1), messages.comm.rank
-    rows = (exchange.empty_total(me, x) if total is None else total).transpose(0, 1)
+    buffer, rows, me = x.transpose(0, 1), total.transpose(0, 1), messages.comm.rank
     combine = copy if exchange.copies == 1 else add
     for member, heads in enumerate(exchange.heads):
         for parcel in exchange.buffer_parcels(member):
@@ -162,7 +157,6 @@ def return_rows(
         put = partial(scatter, (rows[:, :, slice(*heads)],), combine)
         for parcel in exchange.shard_parcels(me, member):
             messages.collect(parcel, (buffer,), put)
-    return rows.transpose(0, 1)
 
 
 def run_chunks(group: HeadGroup, xs: Tensors, pass_name: str, compute: ComputeChunk) -> Tensors:

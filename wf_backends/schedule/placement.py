@@ -47,11 +47,6 @@ class Placed:
         return ROUTES[self.route["name"]].keys_stay
 
     @property
-    def gathers(self) -> bool:
-        """Whether a rank gathers rows of several owners: see `RouteKind`."""
-        return ROUTES[self.route["name"]].gathers
-
-    @property
     def in_rank_order(self) -> bool:
         """Whether rank r plays part r: the default, if a config has no "order"."""
         return self.order == tuple(range(len(self.order)))

@@ -111,14 +111,12 @@ class RouteKind:
     """Whether keys are the side that stays in the forward too. Then keys are gathered owner by
     owner, overlapped with the tiles of those that have arrived. Only for routes without hops:
     queries that walk would have to send their results back."""
-    gathers: bool = True
-    """Whether a rank gathers rows of several owners."""
 
 
 ROUTES: Mapping[str, RouteKind] = MappingProxyType(
     {
-        "ring": RouteKind(ring, gathers=False),
-        "double_ring": RouteKind(double_ring, ("inner",), gathers=False),
+        "ring": RouteKind(ring),
+        "double_ring": RouteKind(double_ring, ("inner",)),
         "all_gather": RouteKind(all_gather, keys_stay=True),
         "concentric": RouteKind(concentric, ("team_size",)),
         "mesh": RouteKind(mesh, ("rows", "cols")),
