@@ -233,6 +233,12 @@ def test_the_first_layers_share_no_more_caches_than_in_the_whole_model() -> None
         keep_layers(transformers.PretrainedConfig(), 1)  # as Blt's
 
 
+def test_a_prefill_has_no_cache_where_the_forward_passes_the_argument_on(folder: str) -> None:
+    """As that of Granite's mixtures in transformers 5, whose signature does not name it."""
+    transformers.GraniteMoeConfig(**ONE_LAYER, num_key_value_heads=2).save_pretrained(folder)
+    assert skeleton(Path(folder), 8, 1, "eager", 1)[1]["use_cache"] is False
+
+
 def test_a_model_whose_positions_are_a_plain_attribute(wallfacer_json, folder) -> None:
     """torch.export takes no constant that is a fake tensor: they are made buffers."""
     transformers.CTRLConfig(**SMALL, dff=16).save_pretrained(folder)

@@ -67,7 +67,10 @@ def skeleton(
         inputs: dict[str, Any] = {"input_ids": torch.zeros(batch, seqlen, dtype=torch.long)}
     if layers is None:
         return skeleton(folder, seqlen, batch, attention, _layers_of_all_kinds(model))
-    names = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
+    names = {*parameters}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        names |= {"use_cache"} & {*vars(model.config)}  # Granite's passes it on
     prefill = {"use_cache": False, "logits_to_keep": 1}  # only the last token's logits
     options = prefill | {"decoder_input_ids": inputs["input_ids"].clone()}
     return model.eval(), inputs | {name: x for name, x in options.items() if name in names}
