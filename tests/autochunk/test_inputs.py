@@ -222,6 +222,22 @@ def test_with_an_object_that_no_graph_supports_the_model_runs_unchunked_and_warn
     assert cache.value is x
 
 
+class Graph(nn.Module):
+    def forward(self, x: Tensor, neighbours: Tensor) -> Tensor:
+        return neighbours @ attention(x)[0]
+
+
+def test_with_a_sparse_tensor_the_model_runs_unchunked_and_warns() -> None:
+    x, neighbours = torch.randn(SIZE), torch.eye(SIZE[1])
+    sparse = neighbours.to_sparse_csr()
+    message = "an argument is a torch.sparse_csr tensor, which no graph takes"
+    with pytest.raises(ValueError, match=message):
+        chunk(Graph(), x, sparse)
+    chunked = chunk(Graph(), x, neighbours)
+    with torch.no_grad(), pytest.warns(UserWarning, match=message):
+        assert torch.equal(chunked(x, sparse), sparse @ attention(x)[0])
+
+
 class FillsListAndDict(nn.Module):
     def forward(self, x: Tensor, values: list, by_name: dict) -> Tensor:
         values.append(attention(x))

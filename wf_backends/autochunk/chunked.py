@@ -22,11 +22,11 @@ from wf_backends.autochunk.graph import (
     checked_budget,
     computes_itself,
     containers,
-    is_supported_input,
     layout,
     planning_lock,
     refill,
     register_containers,
+    unsupported_inputs,
 )
 from wf_backends.autochunk.plan import ChunkPlan
 from wf_backends.autochunk.planning import Planned, find_plan
@@ -175,6 +175,8 @@ class ChunkedForward:
         """
         model = self._whole(chunked)
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        if unknown := unsupported_inputs(leaves):
+            raise ValueError(f"an argument is a {unknown[0]}, which no graph takes")
         form = _input_form(leaves, spec)
         with planning_lock():
             known = self._planned.get(form)  # by another thread, or since torch.compile looked
@@ -206,7 +208,7 @@ class ChunkedForward:
             return True
         if max(1, _elements(leaves)) * SMALL_INPUT_RATIO <= self._elements:
             return True
-        unknown = [type(leaf).__name__ for leaf in leaves if not is_supported_input(leaf)]
+        unknown = unsupported_inputs(leaves)
         if unknown:
             self._warn(
                 f"an argument is a {unknown[0]}, which no graph takes: the model runs unchunked"

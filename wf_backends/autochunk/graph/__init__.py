@@ -23,10 +23,10 @@ from wf_backends.autochunk.graph.experts import Experts, experts_as_operators
 from wf_backends.autochunk.graph.inputs import (
     bind,
     containers,
-    is_supported_input,
     named_weights,
     refill,
     register_containers,
+    unsupported_inputs,
 )
 from wf_backends.autochunk.graph.memory import (
     Effect,
@@ -67,7 +67,6 @@ __all__ = [
     "experts_as_operators",
     "fake_run",
     "in_fake_run",
-    "is_supported_input",
     "layout",
     "module_path",
     "named_weights",
@@ -82,5 +81,6 @@ __all__ = [
     "submodule",
     "tensors",
     "unchunked_peak",
+    "unsupported_inputs",
     "with_copies",
 ]

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 # Types of arguments that export does not take: the graph has them as constants.
 CONSTANTS = (complex, bytes, range, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_INPUTS = (torch.Tensor, nn.Module, torch.Generator, torch.Size, Enum, int, float, str, type(None))
+_INPUTS = (nn.Module, torch.Generator, torch.Size, Enum, int, float, str, type(None))
 _MOVE_WEIGHTS = {"GroupOffloadingHook", "LayerwiseCastingHook", "CpuOffload"}  # classes of hooks
 
 
@@ -60,9 +60,16 @@ def _bound(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> inspect.Bou
             raise ValueError(f"args and kwargs are not arguments of {name}: {error}") from None
 
 
-def is_supported_input(leaf: object) -> bool:
-    """Whether a graph can take this leaf of the arguments: no cache that pytree does not know."""
-    return isinstance(leaf, (*_INPUTS, *CONSTANTS))
+def unsupported_inputs(leaves: list[Any]) -> list[str]:
+    """What those leaves of the arguments are that no graph takes: caches that pytree does not know,
+    sparse and nested tensors."""
+    found: list[str] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            found += [] if leaf.layout is torch.strided else [f"{leaf.layout} tensor"]
+        elif not isinstance(leaf, (*_INPUTS, *CONSTANTS)):
+            found.append(type(leaf).__name__)
+    return found
 
 
 def containers(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
