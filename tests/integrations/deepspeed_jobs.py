@@ -52,13 +52,12 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def python(*modules: str) -> tuple[str, ...]:
-    """Return the command `python` of a rank: a fork of a process that has imported `modules`.
-
-    Without `modules`, it has imported those of `IMPORTED` whose framework is installed.
-    """
-    packages = {name: name.partition(".")[0].removeprefix("wf_") for name in IMPORTED}
+    """Return the command `python` of a rank: a fork of a process that has imported `modules`,
+    `IMPORTED` if none are given, of those whose framework is installed."""
+    names = modules or IMPORTED
+    packages = {name: name.partition(".")[0].removeprefix("wf_") for name in names}
     installed = [name for name, package in packages.items() if find_spec(package)]
-    return forked.python(*(modules or installed), **FIXED)
+    return forked.python(*installed, **FIXED)
 
 
 def run_ranks(

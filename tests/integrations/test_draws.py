@@ -23,7 +23,7 @@ except ImportError:  # transformers 4
 from transformers.trainer_utils import set_seed  # noqa: E402
 
 from tests.helpers import run_processes, run_threads  # noqa: E402
-from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
+from tests.integrations.deepspeed_jobs import python, run_ranks  # noqa: E402
 from tests.integrations.transformers_models import batch, build, sequence_parallel  # noqa: E402
 from wf_backends import SequenceParallel  # noqa: E402
 from wf_transformers import WholeBatchHooks, attach  # noqa: E402
@@ -128,7 +128,7 @@ def draws() -> list[float]:
 def test_ranks_of_a_sequence_draw_alike_after_a_trainer_loaded_random_numbers() -> None:
     """A checkpoint of other ranks has other numbers for two ranks of a sequence."""
     set_seed(0)
-    first, second, third, fourth = run_processes(4, draws_after_loading)
+    first, second, third, fourth = run_processes(4, draws_after_loading, start=python())
     assert first == second == draws()
     set_seed(2)
     assert third == fourth == draws()

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
-from tests import forked  # noqa: E402
 from tests.helpers import run_processes  # noqa: E402
+from tests.integrations.deepspeed_jobs import python  # noqa: E402
 from tests.integrations.transformers_models import batch, sequence_parallel  # noqa: E402
 from tests.integrations.verify_models import llama  # noqa: E402
 from wf_transformers import attach  # noqa: E402
@@ -38,7 +38,6 @@ def graphs_before_and_after_the_first_batch(comm: Any) -> tuple[int, int]:
 
 
 def test_the_first_batch_is_compared_without_compiling_its_layers() -> None:
-    start = forked.python("tests.helpers", __name__, "torch._dynamo")
-    ranks = run_processes(2, graphs_before_and_after_the_first_batch, start=start)
+    ranks = run_processes(2, graphs_before_and_after_the_first_batch, start=python())
     for compared, trained in ranks:
         assert compared == 0 and trained > 0

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 import wf_transformers  # noqa: E402
 from tests.helpers import run_processes  # noqa: E402
+from tests.integrations.deepspeed_jobs import python  # noqa: E402
 from tests.integrations.families import Family, build  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
     LLAMA,
@@ -62,7 +63,7 @@ def in_tensor_parallel(comm: Communicator) -> Tensor:
 @pytest.mark.parametrize("run", [in_fsdp, in_tensor_parallel])
 def test_weights_in_parts_give_the_tokens_of_one_process(run: Any):
     expected = llama().generate(prompt(), **OPTIONS)
-    assert all(torch.equal(tokens, expected) for tokens in run_processes(4, run))
+    assert all(torch.equal(tokens, expected) for tokens in run_processes(4, run, start=python()))
 
 
 def ends_on_rank_1(comm: Communicator) -> str:
@@ -84,5 +85,5 @@ def ends_on_rank_1(comm: Communicator) -> str:
 
 
 def test_a_rank_that_leaves_is_named():
-    texts = run_processes(2, ends_on_rank_1, group_timeout=5)
+    texts = run_processes(2, ends_on_rank_1, group_timeout=5, start=python())
     assert "rank 1" in texts[0] and "'decode'" in texts[0]

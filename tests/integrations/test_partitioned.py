@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from tests.helpers import run_processes  # noqa: E402
+from tests.integrations.deepspeed_jobs import python  # noqa: E402
 from wf_backends.comm import Communicator  # noqa: E402
 from wf_transformers.comparison.gradients import is_partitioned  # noqa: E402
 
@@ -24,5 +25,5 @@ def partitioned_under_fsdp1(_: Communicator) -> list[bool]:
 
 def test_fsdp1_partitions_parameters() -> None:
     """Also where they are as they were: FSDP1 exchanges them around every call."""
-    assert run_processes(2, partitioned_under_fsdp1) == [[True, True]] * 2
+    assert run_processes(2, partitioned_under_fsdp1, start=python()) == [[True, True]] * 2
     assert not is_partitioned(nn.Parameter(torch.zeros(2)))
