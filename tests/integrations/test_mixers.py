@@ -89,6 +89,32 @@ def test_deep_copy_of_an_attached_model_is_exact(family: str) -> None:
     assert_exact(family, 2, batch(2), change_attached=copy_and_spoil)
 
 
+def exchange_parameters(model: Any) -> Any:
+    """Do what FSDP1 does: in a forward the parameters of a layer are plain tensors."""
+
+    def enter(layer: nn.Module, _: Any) -> None:
+        for name, parameter in parameters[layer].items():
+            path, _, attribute = name.rpartition(".")
+            delattr(layer.get_submodule(path), attribute)
+            setattr(layer.get_submodule(path), attribute, parameter.view_as(parameter))
+
+    def leave(layer: nn.Module, *_: Any) -> None:
+        for name, parameter in parameters[layer].items():
+            path, _, attribute = name.rpartition(".")
+            delattr(layer.get_submodule(path), attribute)
+            setattr(layer.get_submodule(path), attribute, parameter)
+
+    parameters = {layer: dict(layer.named_parameters()) for layer in model.backbone.layers}
+    for layer in parameters:
+        layer.register_forward_pre_hook(enter)
+        layer.register_forward_hook(leave)
+    return model
+
+
+def test_parameters_that_are_plain_tensors_in_a_forward_are_exact() -> None:
+    assert_exact("mamba", 2, batch(2), change_attached=exchange_parameters)
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "document_zigzag"])
 @pytest.mark.parametrize("family", [*KINDS, *NEWER_KINDS])
 def test_states_end_with_their_document(family: str, layout: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -210,7 +211,7 @@ class SpreadMixer:
         cuts = self._shares(x.device)[self.exchange.sp.rank].parameters
         values: dict[str, Tensor] = {}
         for name, _ in self._layer_of_share.named_parameters():
-            value: Tensor = self.layer.get_parameter(name)
+            value = attrgetter(name)(self.layer)  # FSDP1 makes them plain tensors in a forward
             values[name] = value.index_select(*cuts[name]) if name in cuts else value
         if borders is None:
             borders = (0, x.shape[1])
