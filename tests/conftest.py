@@ -116,8 +116,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if hasattr(item.config, "workerinput") and not _is_job(item.nodeid):
-        # the jobs take longest: they have priority over the tests of other workers
-        os.setpriority(os.PRIO_PROCESS, 0, 10)
+        # jobs have priority; nice 10 would leave too little beside two of them
+        os.setpriority(os.PRIO_PROCESS, 0, 5)
     for marker, (available, reason) in REQUIREMENTS.items():
         if item.get_closest_marker(marker) and not available():
             pytest.skip(reason)
