@@ -23,6 +23,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
 from wf_transformers import ModelOptions  # noqa: E402
+from wf_transformers.attention.masks import MaskCheck  # noqa: E402
 from wf_transformers.memory import checkpoints  # noqa: E402
 
 OFFLOAD = {"offload": True}
@@ -130,6 +131,26 @@ def test_compiled_model_recomputes_its_layers(key: Any) -> None:
         results.append(train_step(model, handle, batch(cu_seqlens=DOCUMENTS)))
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
     assert counter.frame_count > 0
+
+
+def test_compiled_graphs_do_not_depend_on_an_earlier_mask() -> None:
+    """Which may be freed while the compiler runs."""
+    check, earlier = MaskCheck(), [torch.zeros(1, 1, 1, 1)]
+    check(earlier[0], True, None)
+
+    def backend(graph: Any, _: Any) -> Any:
+        earlier.clear()
+        return graph
+
+    @torch.compile(backend=backend)
+    def layer(x: Tensor, mask: Tensor) -> Tensor:
+        x = x + 1
+        check(mask, True, None)
+        return x
+
+    mask = earlier[0].clone()
+    layer(torch.ones(2), mask)
+    assert not earlier
 
 
 def test_checkpointing_that_is_disabled_after_attach_offloads_nothing(offloaded: Shapes) -> None:

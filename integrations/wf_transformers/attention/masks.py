@@ -15,6 +15,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from wf_backends._compile import eager
+
 ADVICE = (
     "Padding and packed documents are told by cu_seqlens: sp.shard_batch makes them, and "
     "wf_transformers.forward_kwargs passes them on"
@@ -38,12 +40,21 @@ class MaskCheck:
             window: (left, right): how many keys the model's window shows before and after a row's
                 own.
         """
-        if mask is None or (self._passed is not None and self._passed() is mask):
+        is_placeholder = (
+            isinstance(mask, Tensor) and mask.dim() in (2, 4) and mask.shape[-2:] == (1, 1)
+        )
+        if mask is not None and not is_placeholder:
+            self._check(mask, causal, window)
+
+    @eager
+    def _check(self, mask: Any, causal: bool, window: tuple[int, int] | None) -> None:
+        """Outside of compiled graphs, which would be guarded by the mask of an earlier call."""
+        if self._passed is not None and self._passed() is mask:
             return
         if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
             shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(f"attention_mask of shape {shape} is not understood. {ADVICE}")
-        if mask.shape[-2:] != (1, 1) and not _is_plain(mask, causal, window):
+        if not _is_plain(mask, causal, window):
             plain = "causal" if causal else "full"
             raise ValueError(
                 f"attention_mask of shape {tuple(mask.shape)} hides more than {plain} attention "
