@@ -114,10 +114,13 @@ def plan_training(
         peak_before = search.peak([])
         plan = TrainingPlan((), peak_before, peak_before, 0.0, search.refused)
         target = budget.in_bytes(peak_before).memory
-        for group in search.groups:
-            if target is not None and plan.peak <= target:
-                break
-            plan = search.extended(plan, group, max_slowdown)
+        before = None
+        while before is None or plan.tiles != before.tiles:  # what saves nothing now may do so then
+            before = plan
+            for group in search.groups:
+                if target is not None and plan.peak <= target:
+                    break
+                plan = search.extended(plan, group, max_slowdown)
         while target is not None and plan.peak > target:
             finer = search.finer(plan)
             if finer is None:
@@ -217,7 +220,8 @@ class _Search:
             peak = self.peak(tiles)
         except CaptureError as error:  # e.g. an argument counts the rows
             reason = f"no tiles: {str(error).partition(': ')[2]}"
-            return replace(plan, refused=(*plan.refused, (group[0].class_name, reason)))
+            refused = dict.fromkeys((*plan.refused, (group[0].class_name, reason)))
+            return replace(plan, refused=tuple(refused))
         if peak >= plan.peak:
             return plan
         return replace(plan, tiles=tiles, peak=peak, slowdown=slowdown)
