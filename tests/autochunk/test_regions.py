@@ -6,6 +6,7 @@ Outputs are compared with the unchunked model's in float64, peaks of memory with
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,29 @@ class TestImages:
 
         parts = nn.Conv2d(2, 16, 1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(24, 2, 1)
         assert checked_plan(Lambda(block, *parts), torch.randn(1, 2, 48, 48)).saved > 0.6
+
+    def test_transposed_convolutions_and_instance_norms_are_exact(self) -> None:
+        """As in nnU-Net and V-Net."""
+
+        def block(x: Tensor, up: nn.Module, norm: nn.Module, act: nn.Module, conv: Any) -> Tensor:
+            return conv(act(norm(up(x))))
+
+        up = nn.ConvTranspose2d(4, 16, 3, 2, 1, 1)
+        parts = up, nn.InstanceNorm2d(16, affine=True), nn.PReLU(16), nn.Conv2d(16, 2, 1)
+        plan = checked_plan(Lambda(block, *parts), torch.randn(1, 4, 32, 32))
+        assert plan.walls == (("group_statistics", 1),)  # which needs the output of `up` whole
+        assert plan.saved > 0.4
+
+    def test_padded_copies_of_slices_are_counted(self) -> None:
+        """A convolution alone: with two slices over its input each of them is at a border."""
+        parts = nn.Conv2d(4, 4, 3, padding=1)
+        model = Lambda(lambda x, conv: conv(x.exp()).exp().sum(), parts)
+        steps = steps_of(model, torch.randn(1, 4, 32, 32))
+        position = next(i for i, step in enumerate(steps.steps) if "conv" in step.node.name)
+        candidate = candidate_in(steps, position, position, 2)
+        assert candidate is not None and candidate.overwritten is not None
+        lowered = lower(steps.graph, [candidate.region(16)], steps.effects)
+        assert lowered.peak == pytest.approx(candidate.peak(2), rel=0.05)
 
     def test_value_that_is_also_read_outside_has_all_its_rows(self) -> None:
         """Of `hidden` the strided convolution reads every second row, the mean all of them."""

@@ -89,10 +89,37 @@ SPACE = [
         "0",
         lambda t: (t("b", "c", 5, 5), t("c", "o", 3, 3), None, [2, 2], [1, 1], *TRANSPOSED),
     ),
-    case(aten.conv_transpose1d, "0", lambda t: (t("b", "c", 5), t("c", "o", 3))),
-    case(aten.conv_transpose2d.input, "0", lambda t: (t("b", "c", 5, 5), t("c", "o", 3, 3))),
+    case(aten.conv_transpose1d, "01", lambda t: (t("b", "c", 5), t("c", "o", 3))),
+    case(
+        aten.conv_transpose1d, "012", lambda t: (t("b", "c", 7), t("c", "o", 4), t("o"), [2], [1])
+    ),
+    case(
+        aten.conv_transpose1d,
+        "012",
+        lambda t: (t("b", "c", 7), t("c", "o", 3), None, [3], [1], [0], 1, [2]),
+    ),
+    case(  # the last row is of no input
+        aten.conv_transpose1d,
+        "01",
+        lambda t: (t("b", "c", 7), t("c", "o", 2), None, [3], [0], [1]),
+    ),
+    case(aten.conv_transpose2d.input, "01", lambda t: (t("b", "c", 5, 5), t("c", "o", 3, 3))),
     case(aten.conv_transpose2d.input, "", lambda t: (t("c", 5, 5), t("c", "o", 3, 3))),
-    case(aten.conv_transpose3d.input, "0", lambda t: (t("b", "c", 3, 3, 3), t("c", "o", 2, 2, 2))),
+    case(
+        aten.conv_transpose2d.input,
+        "0123",
+        lambda t: (t("b", "c", 6, 5), t("c", "o", 3, 2), t("o"), [2, 2], [1, 0], [1, 0]),
+    ),
+    case(
+        aten.conv_transpose2d.input,
+        "023",
+        lambda t: (t("b", 4, 6, 5), t(4, 3, 2, 6), t(6), [2, 2], [0, 2], [0], 2),
+    ),
+    case(
+        aten.conv_transpose3d.input,
+        "01234",
+        lambda t: (t("b", "c", 3, 3, 4), t("c", "o", 2, 2, 2), None, [2]),
+    ),
     case(aten.max_pool1d, "012", lambda t: (t("b", "c", 9), [3], [2], [1])),
     case(aten.max_pool2d, "0123", lambda t: (t("b", "c", 9, 8), [3, 3], [2, 1], [1, 1], [1, 2])),
     case(

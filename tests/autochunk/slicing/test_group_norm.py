@@ -75,3 +75,14 @@ def test_splitting_and_joining_a_graph_keeps_its_outputs_and_module_stacks() -> 
     assert len(calls(module, GROUP_NORM)) == 2 and not calls(module, group_statistics)
     module.recompile()
     assert torch.equal(module(x), model(x))
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_instance_norms_without_running_statistics_are_split(running: bool) -> None:
+    x = torch.randn(2, 4, 8, 8)
+    model = nn.InstanceNorm2d(4, affine=True, track_running_stats=running).eval()
+    module = exported(model, x)
+    split_group_norms(module.graph)
+    assert len(calls(module, group_normalize)) == (not running)
+    module.recompile()
+    torch.testing.assert_close(module(x), model(x))

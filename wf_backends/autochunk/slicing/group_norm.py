@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from wf_backends.autochunk.slicing.call import Call, Reads, Rows, Rule, Table, aten, same_rows_if
 
+_NORMS = (aten.group_norm.default, aten.instance_norm.default)
 NUM_PARTS = 8  # in which statistics are computed: more are slower, and fewer take more memory
 
 
@@ -55,12 +56,15 @@ def group_normalize(
 
 
 def split_group_norms(graph: fx.Graph) -> None:
-    """Replaces every group norm whose dtype autocast does not change by the two functions above."""
-    for node in graph.find_nodes(op="call_function", target=aten.group_norm.default):
+    """Replaces every group norm whose dtype autocast does not change by the two functions above,
+    and every instance norm, whose channels are groups, unless it has running statistics."""
+    for node in [node for node in graph.nodes if node.target in _NORMS]:
         call = Call.from_node(node)
-        if call["input"].meta["val"].dtype != node.meta["val"].dtype:
+        has_running = not call.get("use_input_stats", True) or call.has("running_mean")
+        if has_running or call["input"].meta["val"].dtype != node.meta["val"].dtype:
             continue
-        x, groups, parameters = call["input"], call["num_groups"], (call["weight"], call["bias"])
+        x, parameters = call["input"], (call["weight"], call["bias"])
+        groups = call.get("num_groups", call.shape[1])
         with graph.inserting_before(node):
             statistics = graph.call_function(group_statistics, (x, groups, call["eps"]))
             normalize = graph.call_function(group_normalize, (x, statistics, groups, *parameters))

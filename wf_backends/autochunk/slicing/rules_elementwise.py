@@ -28,6 +28,12 @@ def pointwise(call: Call, dim: int) -> Reads | None:
     return {name: broadcast(call.size(name), dim, call.shape) for name in call.tensors()}
 
 
+def prelu(call: Call, dim: int) -> Reads:
+    """Each channel has a weight, or all have one."""
+    per_channel = dim == 1 and call.size("weight") != (1,)
+    return {"self": Rows(dim), "weight": Rows(0) if per_channel else None}
+
+
 def has_its_shape(call: Call, dim: int) -> bool:
     """Whether the output has the shape of the first tensor."""
     return call.size(next(iter(call.tensors()))) == call.shape
@@ -109,6 +115,7 @@ TABLE: Table = {
     aten.one_hot: same_rows_if(
         lambda call, dim: is_not_last(call, dim) and call["num_classes"] >= 0
     ),
+    aten.prelu: Rule(prelu),
     aten.view_as_complex: Rule(same_rows),
     aten.view_as_real: same_rows_if(is_not_last),  # the last one: real and imaginary part
 }

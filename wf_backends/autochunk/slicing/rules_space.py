@@ -135,6 +135,43 @@ def pool(num_dims: int, fill: float) -> Rule:
     return windowed("self", lambda call: pool_windows(call, num_dims), same_rows, fill)
 
 
+def transposed_windows(call: Call, dim: int) -> Rows | None:
+    """The input rows that a slice of a transposed convolution reads along a dimension of space;
+    None if it has not `stride` rows for each of the input's, or rows that no input reaches."""
+    num_dims = len(call.shape) - 2
+    names = ("stride", "padding", "output_padding", "dilation")
+    step, pad, extra, gap = (_per_dimension(call[name], num_dims)[dim - 2] for name in names)
+    if call.shape[dim] != step * call.size("input")[dim] or extra > pad:
+        return None
+    reach = gap * (call.size("weight")[dim] - 1)
+    after = (pad - 1) // step + 1
+    return Rows(dim, Fraction(1, step), before=(reach - pad) // step, after=after)
+
+
+def transposed(call: Call, dim: int) -> Reads | None:
+    """A transposed convolution along the batch, output channels or space."""
+    if len(call.shape) != len(call.size("weight")):
+        return None
+    if dim == 1:
+        return {"weight": Rows(1), "bias": Rows(0)} if call["groups"] == 1 else None
+    rows = Rows(0) if dim == 0 else transposed_windows(call, dim)
+    return None if rows is None else {"input": rows}
+
+
+def write_transposed(slice_: RowSlice) -> fx.Node:
+    """Without padding along the dimension, which would crop the slice; then its rows are cut."""
+    call, dim = slice_.call, slice_.dim
+    rows = transposed_windows(call, dim) if dim > 1 else None
+    if rows is None:
+        return slice_.call_same()
+    num_dims, step = len(call.shape) - 2, rows.scale.denominator
+    pads, extras = (_per_dimension(call[name], num_dims) for name in ("padding", "output_padding"))
+    start = slice_.lo + pads[dim - 2] - step * max(0, rows.unclipped(slice_.lo, slice_.hi)[0])
+    pads[dim - 2] = extras[dim - 2] = 0
+    whole = slice_.call_same(padding=pads, output_padding=extras)
+    return slice_.call_function(aten.slice.Tensor, whole, dim, start, start + slice_.hi - slice_.lo)
+
+
 def nearest(call: Call, dim: int) -> Reads | None:
     """Nearest-neighbour resizing by an integer factor: each input row becomes `factor` rows."""
     first = next(iter(call.tensors()))
@@ -194,7 +231,7 @@ TABLE: Table = {
         "upsample_nearest{n}d _upsample_nearest_exact{n}d", lambda n: Rule(nearest, write_nearest)
     ),
     aten.batch_norm: Rule(batch_norm),
-    **table_1d_to_3d("conv_transpose{n}d", lambda n: same_rows_if(is_batch)),
+    **table_1d_to_3d("conv_transpose{n}d", lambda n: Rule(transposed, write_transposed)),
     aten.convolution: CONVOLUTION,
     **table(Rule(pixel_shuffle), "pixel_shuffle pixel_unshuffle"),
     aten.upsample_trilinear3d: not_space(3),
