@@ -54,9 +54,9 @@ def steps_of(model: nn.Module, *args: torch.Tensor) -> Steps:
 
 
 def attention_and_spectrum(x: torch.Tensor) -> torch.Tensor:
-    """Scores of 1 MiB for 512 rows, which can be sliced, and a wall (`fft`) that needs 256 KiB."""
+    """Scores of 1 MiB for 512 rows, which can be sliced, and a wall (`fft2`) that needs 256 KiB."""
     mixed = (x @ x.transpose(-1, -2)).softmax(-1) @ x
-    return torch.fft.fft(mixed.repeat(1, 8)).abs().sum(1)
+    return torch.fft.fft2(mixed.repeat(1, 8)).abs().sum(1)
 
 
 def attention(x: torch.Tensor) -> torch.Tensor:

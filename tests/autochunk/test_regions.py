@@ -250,11 +250,24 @@ def test_no_region_encloses_an_operator_that_draws_random_numbers(random: bool) 
 
 def test_operator_without_a_rule_is_a_wall_and_is_named() -> None:
     def attention_of_spectra(x: Tensor) -> Tensor:
-        y = torch.fft.fft(x).abs()
+        y = torch.fft.fftn(x).abs()
         return (y @ y.transpose(-1, -2)).softmax(-1) @ y
 
     plan = checked_plan(Lambda(attention_of_spectra), torch.randn(1, 64, 8))
-    assert "no rule for it: aten.fft_fft.default (1 times)" in plan.explain()
+    assert "no rule for it: aten.fft_fftn.default (1 times)" in plan.explain()
+
+
+def test_convolutions_by_fourier_transforms_are_sliced_along_channels() -> None:
+    """As in Hyena and S4."""
+
+    def block(x: Tensor, up: nn.Module, down: nn.Module) -> Tensor:
+        u = up(x).transpose(1, 2)
+        spectra = torch.fft.rfft(u, n=2 * u.shape[-1])
+        y = torch.fft.irfft(spectra * spectra, n=2 * u.shape[-1])[..., : u.shape[-1]]
+        return down((y * u).transpose(1, 2))
+
+    model = Lambda(block, nn.Linear(4, 32), nn.Linear(32, 4))
+    assert checked_plan(model, torch.randn(1, 256, 4)).saved > 0.6
 
 
 def test_equal_layers_have_equal_regions() -> None:

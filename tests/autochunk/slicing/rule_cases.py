@@ -16,6 +16,9 @@ aten = torch.ops.aten
 COMPARISONS = aten.greater, aten.greater_equal, aten.less, aten.less_equal, aten.not_equal
 COPIES = aten._to_copy, aten.alias, aten.clone, aten.contiguous, aten.detach, aten.lift_fresh_copy
 SCANS = aten.cummax, aten.cummin, aten.logcumsumexp, aten.cumprod, aten.cumsum
+FFT_1D = tuple(getattr(aten, f"fft_{name}fft") for name in ("", "i", "r", "ir", "h", "ih"))
+FFT_2D = aten.fft_fft2, aten.fft_ifft2, aten.fft_rfft2, aten.fft_irfft2
+FFT_ND = aten.fft_fftn, aten.fft_ifftn, aten.fft_rfftn, aten.fft_irfftn
 REDUCTIONS_OF_ONE_DIM = (
     aten.all.dim,
     aten.any.dim,
@@ -176,6 +179,15 @@ ALONG = [
     *(
         case(op, "01", lambda t: (t("b", "s", "d"), -1, False))
         for op in (aten._softmax, aten._log_softmax)
+    ),
+    *(case(op, "01", lambda t: (t("b", "s", "d"),)) for op in FFT_1D),
+    *(case(op, "02", lambda t: (t("b", "s", "d"), 7, 1)) for op in FFT_1D),
+    *(case(op, "01", lambda t: (t("b", "c", "s", "d"),)) for op in FFT_2D),
+    *(case(op, "0", lambda t: (t("b", "s", "d"), None, [-1, 1])) for op in FFT_ND),
+    *(case(op, "", lambda t: (t("b", "s", "d"),)) for op in FFT_ND),
+    *(
+        case(op, "02", lambda t: (t("b", "s", "d"), [1]))
+        for op in (aten.fft_fftshift, aten.fft_ifftshift)
     ),
     case(aten.flip, "1", lambda t: (t("b", "s", "d"), [0, -1])),
     case(aten.roll, "02", lambda t: (t("b", "s", "d"), [1], [1])),

@@ -1,5 +1,5 @@
 """Rules for elementwise operators, and for operators that combine elements along some dimensions
-and can be sliced along all others: norms, reductions, sorting."""
+and can be sliced along all others: norms, reductions, sorting, Fourier transforms."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ TABLE: Table = {
     **table(
         Rule(along_other_dims),
         "argsort cummax cummin cumprod cumsum flip glu linalg_cross log_softmax _log_softmax "
-        "logcumsumexp roll slice_scatter softmax _softmax sort topk",
+        "logcumsumexp roll slice_scatter softmax _softmax sort topk "
+        "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 "
+        "fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift",
     ),
     **table(
         Rule(reduction),
