@@ -7,8 +7,8 @@
 
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 STEPS ?= 30
-# Processes that share the tests: two with jobs of several ranks, one that fills what they leave of two cores.
-WORKERS ?= 3
+# Processes that share the tests; some of them start ranks of their own.
+WORKERS ?= 2
 EXTRAS := mpi,transformers,deepspeed,colossalai,trl,demo,dev,docs
 # What reads models or runs inside an engine; the rest knows no framework.
 WITH_MODELS := $(addprefix tests/,autochunk budget cli hetegen integrations)

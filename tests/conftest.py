@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.long import LONGEST, is_long
+from tests.long import is_long
 
 ROOT = Path(__file__).parents[1]
 RANKS_ARE_THREADS = ("comm", "runtime", "parallel", "dsp")
@@ -67,40 +67,26 @@ def _has_jobs(file: str) -> bool:
     return file.endswith("_processes.py") or "mark.processes" in (ROOT / file).read_text()
 
 
-def _unit(nodeid: str) -> str:
-    """The tests that one worker runs one after another: a file, or all jobs of the same forks."""
-    file = nodeid.split("::")[0]
-    if not _has_jobs(file):
-        return file
-    of_engines = file.startswith("tests/integrations/") and "colossalai" not in file
-    return "jobs of engines" if of_engines else "jobs"
-
-
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Workers take units in the order of `pytest_collection_modifyitems`.
+    """A worker runs a file as a whole, and one of them all jobs of several processes.
 
-    Jobs share forks and results. More than two of them at the same time would be too slow.
+    Jobs share forks and results, and two at the same time would compete for the cores.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _unit(nodeid)
+            return "jobs" if _is_job(nodeid) else super()._split_scope(nodeid)
 
-    config.option.loadscopereorder = False
     return Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_long(item.nodeid):
             item.add_marker("long")
-    if hasattr(config, "workerinput"):
-        # at the end no worker is alone with a unit that takes minutes
-        first = {unit: number for number, unit in enumerate(("jobs", "jobs of engines", *LONGEST))}
-        items.sort(key=lambda item: first.get(_unit(item.nodeid), len(first)))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -116,8 +102,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if hasattr(item.config, "workerinput") and not _is_job(item.nodeid):
-        # jobs have priority; nice 10 would leave too little beside two of them
-        os.setpriority(os.PRIO_PROCESS, 0, 5)
+        # the jobs take longest: they have priority over the tests of other workers
+        os.setpriority(os.PRIO_PROCESS, 0, 10)
     for marker, (available, reason) in REQUIREMENTS.items():
         if item.get_closest_marker(marker) and not available():
             pytest.skip(reason)

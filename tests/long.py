@@ -36,26 +36,6 @@ SIMILAR = "mistral3|vip|ovis2|glm46v|gemma4|idefics2|deepseek|lighton|paddleocr|
 COPIED = ("llama", "bert", "opt", "gpt_neo", "olmoe", "modernbert")
 MODELS = ("gpt2", "pp_opt", "llama_classes", "hybrid_zero1", "resumed_4_to_2")
 
-LONGEST = (
-    "tests/cli/test_plan.py",
-    "tests/autochunk/test_diffusers.py",
-    "tests/integrations/test_diffusers.py",
-    "tests/planner/test_typical.py",
-    "tests/autochunk/test_autochunk.py",
-    "tests/cli/test_chunk.py",
-    "tests/autochunk/test_generation.py",
-    "tests/autochunk/test_evoformer_unet.py",
-    "tests/integrations/test_budget.py",
-    "tests/planner/test_search.py",
-    "tests/integrations/test_media.py",
-    "tests/runtime/test_exact.py",
-    "tests/integrations/test_autochunk_options.py",
-    "tests/runtime/test_scores.py",
-    "tests/parallel/test_choose.py",
-    "tests/examples/test_autochunk.py",
-)
-"""Files of one process that take longest: workers begin with them."""
-
 # file -> regular expression of its long tests, "" for all
 LONG: dict[str, str] = {
     # jobs of several processes
