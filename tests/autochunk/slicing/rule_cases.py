@@ -67,6 +67,7 @@ POINTWISE = [
     case(aten.polar, "01", lambda t: (t("b", "s"), t("b", "s"))),
     case(aten.prelu, "012", lambda t: (t("b", "c", "s"), t("c"))),
     case(aten.prelu, "012", lambda t: (t("b", "c", "s"), t(1))),
+    case(aten.prelu, "012", lambda t: (t("b", "c", "s"), t())),
     case(aten.view_as_complex, "01", lambda t: (t("b", "s", 2),)),
     case(aten.view_as_real, "01", lambda t: (torch.polar(t("b", "s"), t("b", "s")),)),
     case(aten.rsub.Tensor, "01", lambda t: (t("b", "s"), t("s"))),

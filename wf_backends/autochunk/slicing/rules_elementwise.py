@@ -30,7 +30,7 @@ def pointwise(call: Call, dim: int) -> Reads | None:
 
 def prelu(call: Call, dim: int) -> Reads:
     """Each channel has a weight, or all have one."""
-    per_channel = dim == 1 and call.size("weight") != (1,)
+    per_channel = dim == 1 and call.size("weight") not in ((), (1,))
     return {"self": Rows(dim), "weight": Rows(0) if per_channel else None}
 
 
