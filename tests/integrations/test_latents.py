@@ -105,6 +105,21 @@ def test_gradients_of_lora_on_the_projection_of_latents_are_exact() -> None:
     assert_shares_sum_to(expected, [result for result, _ in run_on_ranks(2, build_model)])
 
 
+def test_weights_that_are_plain_tensors_are_exact() -> None:
+    """FSDP1 makes them so while layers run again in the backward."""
+
+    def build_model() -> nn.Module:
+        model: Any = build(DEEPSEEK)
+        for layer in model.model.layers:
+            weight = layer.self_attn.kv_b_proj.weight
+            del layer.self_attn.kv_b_proj.weight
+            layer.self_attn.kv_b_proj.weight = weight.detach()
+        return model
+
+    expected = run_on_one_device(DEEPSEEK, build_model(), batch())
+    assert_shares_sum_to(expected, [result for result, _ in run_on_ranks(2, build_model)])
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_latents_need_fewer_bytes_by_the_ratio_of_the_widths(size: int) -> None:
     key_value_width = NUM_HEADS * (KEY_DIM + MLA["v_head_dim"])

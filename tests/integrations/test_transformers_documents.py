@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ import torch
 pytest.importorskip("transformers")
 
 from torch import Tensor  # noqa: E402
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noqa: E402
+    apply_activation_checkpointing,
+)
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block  # noqa: E402
 
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
@@ -31,6 +36,7 @@ from wf_transformers.attention.documents import Documents  # noqa: E402
 from wf_transformers.batch import LAYERS_KEEP_KEYWORDS  # noqa: E402
 from wf_transformers.memory.tiles import apply_tiles  # noqa: E402
 
+ENABLE = "gradient_checkpointing_enable"
 IDS = batch(seqlen=8)["input_ids"]
 PACKED = {"input_ids": IDS, "cu_seqlens": (0, 3, 8)}
 OUTSIDE = "does not say which documents"
@@ -53,14 +59,26 @@ def test_documents_that_a_model_of_ones_own_does_not_take_are_refused() -> None:
         wf_transformers.forward_kwargs(OwnModel(counts_positions=False), PACKED)
 
 
-@pytest.mark.parametrize("kwargs", [None, {"use_reentrant": True}])
-def test_checkpointing_as_a_trainer_enables_it_recomputes_with_the_documents(kwargs: Any) -> None:
+def wrap_layers(model: Any) -> None:
+    """As engines checkpoint layers under FSDP."""
+    apply_activation_checkpointing(model, check_fn=lambda module: type(module) is GPT2Block)
+
+
+@pytest.mark.parametrize(
+    "enable",
+    [
+        pytest.param(methodcaller(ENABLE), id="trainer"),
+        pytest.param(methodcaller(ENABLE, {"use_reentrant": True}), id="reentrant"),
+        pytest.param(wrap_layers, id="wrapper"),
+    ],
+)
+def test_checkpointing_as_engines_enable_it_recomputes_with_the_documents(enable: Any) -> None:
     """After the model is attached, and with transformers' default, the reentrant variant."""
     with model_on_one_rank("gpt2", apply=True) as model:
         expected = packed_gradients(model)
-        model.gradient_checkpointing_enable(kwargs)
+        enable(model)
         for name, grad in packed_gradients(model).items():
-            assert_close(grad, expected[name], name)
+            assert_close(grad, expected[name.replace("_checkpoint_wrapped_module.", "")], name)
 
 
 def test_a_copied_model_recomputes_with_its_documents() -> None:

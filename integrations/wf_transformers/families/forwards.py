@@ -252,7 +252,7 @@ def weight_of(linear: nn.Module, inputs: Tensor) -> Tensor:
 def read_by_all_heads(linear: nn.Module, x: Tensor) -> Tensor:
     """x, whose gradient is summed over the ranks of tensor parallelism, as that of the input of
     `linear` would be: a rank has some of the heads that read it."""
-    weight = next(linear.parameters())
+    weight = getattr(linear, "weight", None)  # FSDP1 makes it a plain tensor, no parameter
     if not isinstance(weight, DTensor) or not weight.placements[-1].is_shard():
         return x
     mesh = weight.device_mesh

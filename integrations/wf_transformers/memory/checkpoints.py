@@ -27,6 +27,8 @@ CHECKPOINTING = "activation_checkpointing"
 OFFLOAD = "offload"
 ENABLED, CHECKPOINT_FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 """Attributes that transformers sets on modules that have layers to checkpoint."""
+OF_WRAPPER = "checkpoint_fn"
+"""Where torch's `checkpoint_wrapper` keeps it: the engines' checkpointing of FSDP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +81,17 @@ def _enable(model: PreTrainedModel, handle: Handle) -> None:
 def recompute_checkpoints_with_documents(model: nn.Module, handle: Handle) -> None:
     """Let layers that torch's `checkpoint` recomputes know their documents, until `remove()`.
 
-    Called before forwards: a Trainer may set new checkpoint functions after the model is attached.
+    Called before forwards: engines may set new checkpoint functions after the model is attached.
     Functions with a `context_fn` of the caller's own stay as they are.
     """
     for module in model.modules():
-        function = vars(module).get(CHECKPOINT_FUNCTION)
-        if not (getattr(module, ENABLED, False) and isinstance(function, partial)):
+        name = OF_WRAPPER if OF_WRAPPER in vars(module) else CHECKPOINT_FUNCTION
+        function = vars(module).get(name)
+        enabled = name == OF_WRAPPER or getattr(module, ENABLED, False)
+        if not (enabled and isinstance(function, partial)):
             continue
         if checkpoint in (function.func, *function.args) and "context_fn" not in function.keywords:
-            handle.set(module, CHECKPOINT_FUNCTION, partial(function, **handle.checkpoint_kwargs))
+            handle.set(module, name, partial(function, **handle.checkpoint_kwargs))
 
 
 def _offload_inputs(model: nn.Module, _: Any) -> None:
