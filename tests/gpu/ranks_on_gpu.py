@@ -40,6 +40,8 @@ SCHEMES: Mapping[int, Mapping[str, Options]] = {
         "mesh": {"route": {"name": "mesh", "rows": 2, "cols": 2}},
         "all-gather": {"route": "all_gather", "keep_gathered": True},
         "USP": {"route": "ring", "ulysses_degree": 2},
+        "hosts of 2": {"route": {"name": "all_gather", "host_size": 2}},
+        "LSS": {"strategy": "lss"},
     },
     8: {
         "ring": {"route": "ring"},
@@ -90,6 +92,7 @@ class GpuCase:
     softcap: float = 0.0
     alibi: bool = False
     sinks: bool = False
+    bias: bool = False
 
     def options(self) -> dict[str, Any]:
         """Arguments of `SequenceParallel.attention` beside tensors and mask."""
@@ -102,6 +105,11 @@ class GpuCase:
             options["alibi_slopes"] = 2.0 ** -torch.arange(1.0, self.heads + 1).to(DEVICE)
         if self.sinks:
             options["sinks"] = torch.linspace(-1, 2, self.heads, device=DEVICE)
+        if self.bias:
+            distances = torch.linspace(-9, 9, 2 * 300 - 1, device=DEVICE)
+            options["position_bias"] = torch.linspace(1, 3, self.heads, device=DEVICE).outer(
+                distances.sin()
+            )
         return options
 
     def reference_options(self) -> dict[str, Any]:

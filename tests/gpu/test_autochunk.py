@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import autochunk_models as models
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_tf32")]
 
 ANY_SLOWDOWN = 4.0  # the tests are about memory
 WORKSPACE_BYTES = 32 << 20  # of cuBLASLt, during a product with a bias
@@ -43,19 +43,6 @@ CASES: dict[str, Callable[[bool], models.ModelAndInputs]] = {
 }
 CONVOLUTIONAL = ("vit", "unet", "unet_condition")  # cuDNN's workspaces have no known size
 ATTENTIONS = ((False, torch.float32), (True, torch.float32), (True, torch.bfloat16))
-
-
-@pytest.fixture(autouse=True)
-def no_tf32() -> Iterator[None]:
-    backends = torch.backends.cuda.matmul, torch.backends.cudnn
-    previous = [backend.allow_tf32 for backend in backends]
-    for backend in backends:
-        backend.allow_tf32 = False
-    yield
-    for backend, allowed in zip(backends, previous, strict=True):
-        backend.allow_tf32 = allowed
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def outputs(model: nn.Module, kwargs: dict[str, Any]) -> list[torch.Tensor]:
