@@ -8,7 +8,8 @@ A Llama of random weights. A pass is the model's call for one token of each sequ
 cache, until the next token is known to the host; the table has the median of several. "memory" is
 the GPU memory for split weights, as a share of them; slabs and all other weights come on top.
 OMP_NUM_THREADS must not be 1: the host's lane computes with torch's threads. Parts: buffers (copies
-pass through pinned memory), weights (they are pinned), peers.
+pass through pinned memory), weights (they are pinned), peers. "threads of Python" has these for
+lanes in place of the workers of C++, and plans for the rates that are measured with them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from measure import attempt, cores_and_load, cpu_name, print_head, print_row
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from wf_backends.hetegen import Accelerator, Rates, ShapedDevice, dispatch_model, measure_machine
+from wf_backends.hetegen import Accelerator, Rates, ShapedDevice, dispatch_model
+from wf_backends.hetegen.measure import measure_rates
+from wf_backends.hetegen.streams import Streams
 
 PROMPT = 16  # tokens
 WARM_UP_PASSES = 3  # the prompt and two tokens
@@ -50,16 +53,29 @@ class Run:
     """
 
     device: torch.device
-    rates: Rates
     pin_memory: Any
     passes: int
     seconds: float
 
-    def lanes(self) -> Any:
+    def rates(self, streams: Streams | None) -> Rates:
+        """Measured rates."""
+        if streams is None:
+            return Rates(1e9, 3e9, 2e10)
+        return measure_rates(streams, torch.bfloat16, self.pin_memory == "weights")
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """What has the lanes: streams, whose threads are workers or threads of Python, or None."""
+
+    streams: Streams | None
+    rates: Rates
+
+    def device(self) -> Any:
         """The device for `dispatch_model`."""
-        if self.device.type == "cuda":
-            return Accelerator(self.rates)
-        return ShapedDevice(1e9, 3e9, 2e10)
+        if self.streams is None:
+            return ShapedDevice(self.rates.link, self.rates.host, self.rates.accelerator)
+        return Accelerator(self.rates, self.streams)
 
 
 def main() -> None:
@@ -85,12 +101,8 @@ def main() -> None:
     print(f"{args.layers} layers of {args.width}: {size:.2f} GB, made in {seconds:.1f} s\n")
     for part in args.parts:
         print(f"\n## {part}\n", flush=True)
-        pinned, rates = part == "weights", Rates(1e9, 3e9, 2e10)
-        if args.device == "cuda" and part != "peers":
-            rates = measure_machine(torch.bfloat16, pinned)[1]
-            print(rates, "\n", flush=True)
-        device, pin_memory = torch.device(DEVICES[args.device]), "weights" if pinned else True
-        run = Run(device, rates, pin_memory, args.passes, args.seconds)
+        device, pin_memory = torch.device(DEVICES[args.device]), part != "weights" or "weights"
+        run = Run(device, pin_memory, args.passes, args.seconds)
         table = peer_table if part == "peers" else partial(our_table, quick=args.quick)
         attempt(partial(table, model, run, args.shares))
 
@@ -138,18 +150,21 @@ def copy_of(model: Any, device: str) -> nn.Module:
 
 def our_table(model: nn.Module, run: Run, shares: Sequence[float], quick: bool) -> None:
     """HeteGen, streaming and the host alone."""
+    on_gpu = run.device.type == "cuda"
+    kinds = {"": Streams(), ", threads of Python": Streams(flags=False)} if on_gpu else {"": None}
+    lanes = {name: Lanes(streams, run.rates(streams)) for name, streams in kinds.items()}
+    for name, of_kind in lanes.items():
+        print(f"rates{name}: {of_kind.rates}\n", flush=True)
     print_head(*HEAD)
-    if run.device.type == "cuda":
+    if on_gpu:
         gpu_alone_rows(model, run, (1,) if quick else (1, 8))
-    for share in shares:
-        attempt(partial(split_row, "streaming", model, run, share, 1, 0.0))
-        attempt(partial(split_row, "HeteGen", model, run, share, 1, "auto"))
-        if share == shares[0]:
-            attempt(partial(split_row, "the host alone", model, run, share, 1, 1.0))
-    if not quick:
-        for share in (shares[0], shares[-1]):
-            for name, alpha in (("streaming", 0.0), ("HeteGen", "auto")):
-                attempt(partial(split_row, name, model, run, share, 8, alpha))
+    for share, batch in [(share, 1) for share in shares] + ([] if quick else [(shares[-1], 8)]):
+        for kind, of_kind in lanes.items():
+            row = partial(split_row, model=model, run=run, lanes=of_kind, share=share, batch=batch)
+            attempt(partial(row, f"streaming{kind}", alpha=0.0))
+            attempt(partial(row, f"HeteGen{kind}", alpha="auto"))
+            if share == shares[0] and batch == 1:
+                attempt(partial(row, f"the host alone{kind}", alpha=1.0))
 
 
 def gpu_alone_rows(model: nn.Module, run: Run, batches: Sequence[int]) -> None:
@@ -165,12 +180,13 @@ def split_row(
     name: str,
     model: nn.Module,
     run: Run,
+    lanes: Lanes,
     share: float,
     batch: int,
     alpha: float | str,
 ) -> None:
     """Print the row of a split model, with `share` of the split weights in the memory."""
-    memory, device = memory_for(model, share), run.lanes()
+    memory, device = memory_for(model, share), lanes.device()
     reset_gpu_peak(run.device)
     options: dict[str, Any] = {"alpha": alpha, "batch": batch, "prompt": 64}
     options["pin_memory"] = run.pin_memory

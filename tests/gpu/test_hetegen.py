@@ -7,6 +7,7 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 
 from tests.dense import largest
 from tests.hetegen.models import CONFIGS, MLP, generate, make_ids, make_model, max_memory
-from wf_backends.hetegen import Handle, Rates, accelerator, dispatch_model
-from wf_backends.hetegen.accelerator import Accelerator
+from wf_backends.hetegen import Handle, Rates, dispatch_model
+from wf_backends.hetegen.accelerator import Accelerator, HostOutput
+from wf_backends.hetegen.device import Operation
 from wf_backends.hetegen.measure import measure_rates
 from wf_backends.hetegen.split_model import SplitWeight
+from wf_backends.hetegen.streams import Streams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 
@@ -29,7 +32,7 @@ MAX_ERROR = 1e-5  # of float32, relative to the largest value
 ERROR_SECONDS = 5.0  # by then an error in a lane has been raised
 
 
-class UnpinnedStreams(accelerator.Streams):
+class UnpinnedStreams(Streams):
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         raise RuntimeError("no pinned memory is left")
 
@@ -168,19 +171,20 @@ def test_memory_of_the_gpu_is_as_planned_and_freed_by_remove(share: float) -> No
     assert largest(errors) <= MAX_ERROR
 
 
-def test_an_error_in_the_hosts_thread_is_raised_by_the_call_and_the_next_call_is_exact() -> None:
+def test_an_error_of_the_hosts_worker_is_raised_by_the_next_call_and_later_ones_are_exact() -> None:
     model, x = MLP(), torch.randn(1, 64)
     device = Accelerator(RATES)
     handle = dispatch_model(model, MEMORY, device, alpha=0.5)
     compute_on_host = device.compute_on_host
 
-    def fail(x: Tensor, out: Tensor) -> None:
-        raise OSError("host lane failed")
+    def fail(operation: Operation, weight: Tensor, *args: Any) -> HostOutput:
+        return compute_on_host(operation, weight[1:], *args)  # of another width than the input
 
-    device.compute_on_host = lambda _, *args: compute_on_host(fail, *args)  # type: ignore[method-assign]
+    device.compute_on_host = fail  # type: ignore[method-assign]
     start = time.perf_counter()
     with torch.no_grad():
-        with pytest.raises(OSError, match="host lane failed"):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            assert model(x.to(GPU)).isnan().all()
             model(x.to(GPU))
         seconds = time.perf_counter() - start
         del device.compute_on_host
@@ -188,6 +192,27 @@ def test_an_error_in_the_hosts_thread_is_raised_by_the_call_and_the_next_call_is
     handle.remove()
     print(f"\nthe error came after {seconds:.2f} s")
     assert seconds < ERROR_SECONDS and relative_error(out, MLP()(x)) <= MAX_ERROR
+
+
+@pytest.mark.parametrize("pin_memory", [True, "weights"])
+def test_a_call_returns_before_the_gpu_has_begun_it(pin_memory: bool | str) -> None:
+    """With workers the caller waits neither for the GPU nor for the host's rows."""
+    model, x = MLP(num_layers=6, width=1024), torch.randn(2, 1024)
+    expected, inputs, busy = MLP(6, 1024)(x), x.to(GPU), torch.cuda.Event()
+    memory = max_memory(model, 0.4)
+    with dispatch_model(model, memory, Accelerator(RATES), alpha=0.3, pin_memory=pin_memory):
+        with torch.no_grad():
+            model(inputs).cpu()  # allocates
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                torch.cuda._sleep(10**9)  # half a second
+                busy.record()
+                outputs = [model(inputs) for _ in range(3)]
+                returned_before = not busy.query()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert returned_before
+        assert largest(relative_error(out.cpu(), expected) for out in outputs) <= MAX_ERROR
 
 
 def test_outputs_are_exact_without_pinned_memory_and_a_warning_is_given() -> None:
@@ -213,7 +238,8 @@ def test_outputs_are_exact_on_a_stream_of_the_caller() -> None:
 
 
 def test_calls_between_linears_that_lock_the_driver_cause_no_deadlock() -> None:
-    """A kernel's first launch, and freeing memory, wait for streams that wait for the lanes."""
+    """A kernel's first launch, freeing memory, and an index on the GPU, for which Python's GIL is
+    held, wait for streams that wait for the lanes."""
     model, x = MLP(num_layers=12, width=256), torch.randn(3, 256)
     unused_kernels = iter(
         [torch.special.i0, torch.special.i0e, torch.special.i1, torch.special.erfcx]
@@ -221,6 +247,7 @@ def test_calls_between_linears_that_lock_the_driver_cause_no_deadlock() -> None:
 
     def lock_driver(module: nn.Module, inputs: object, out: Tensor) -> None:
         next(unused_kernels, torch.neg)(out)
+        assert torch.arange(1)[torch.zeros((), dtype=torch.int64, device=GPU)] == 0
         torch.empty(2**21, dtype=torch.uint8, pin_memory=True)
         torch.cuda.empty_cache()
 
@@ -249,7 +276,7 @@ def test_calls_on_alternating_streams_are_exact() -> None:
 
 
 def test_measured_rates_are_plausible() -> None:
-    rates = measure_rates(accelerator.Streams(), torch.bfloat16, width=2048, seconds=0.1)
+    rates = measure_rates(Streams(), torch.bfloat16, width=2048, seconds=0.1)
     print(f"\n{torch.get_num_threads()} thread: {rates}")
     assert rates.accelerator > rates.host and 1e9 < rates.link < 1e12
     assert 0 < rates.call_seconds < 0.01

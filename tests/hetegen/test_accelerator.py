@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -15,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.hetegen.models import MLP, generate, make_ids, make_model, max_memory
-from wf_backends.hetegen import Handle, Rates, dispatch_model
-from wf_backends.hetegen.accelerator import Accelerator, HostOutput, Streams
-from wf_backends.hetegen.device import Write
+from wf_backends.hetegen import Handle, Rates, dispatch_model, worker
+from wf_backends.hetegen.accelerator import Accelerator, StreamEnd
+from wf_backends.hetegen.device import OPERATIONS, multiply
 from wf_backends.hetegen.measure import _rates_of_lanes, measure_rates
+from wf_backends.hetegen.streams import Streams
 
 RATES = Rates(1e8, 2e8, 1e10)
 MEMORY: dict[int | str, int | str] = {0: 20_000}  # of the 66,560 bytes of an MLP
@@ -94,13 +97,17 @@ class CallerStream(Stream):
 class EmulatedStreams(Streams):
     """Streams of the CPU.
 
+    Args:
+        flags: whether the threads are workers of C++, as on CUDA.
+
     Attributes:
         waits: "host", "link" or "MainThread" -> how often that thread waited for an event;
             "all" -> how often all streams were waited for; "timeout" -> waits of streams in vain.
     """
 
-    def __init__(self, can_pin: bool = True) -> None:
+    def __init__(self, flags: bool = False, can_pin: bool = True) -> None:
         self.device = torch.device("cpu")
+        self.flags = flags
         self.waits: Counter[str] = Counter()
         self.can_pin = can_pin
         self.streams: list[Stream] = []
@@ -114,6 +121,24 @@ class EmulatedStreams(Streams):
 
     def current(self) -> Stream:  # type: ignore[override]
         return CallerStream()
+
+    def has_flags(self) -> bool:
+        return self.flags
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return self.can_pin
+
+    def set_flag(self, stream: Stream, flag: Tensor, number: int) -> None:  # type: ignore[override]
+        stream.put(lambda: flag.fill_(number))
+
+    def wait_for_flag(self, stream: Stream, flag: Tensor, number: int) -> None:  # type: ignore[override]
+        def poll() -> None:
+            end = time.perf_counter() + TIMEOUT
+            while int(flag) < number:
+                assert time.perf_counter() < end
+                time.sleep(1e-5)
+
+        stream.put(poll)
 
     def synchronize(self) -> None:
         self.waits["all"] += 1
@@ -131,49 +156,164 @@ class EmulatedStreams(Streams):
         stream.put(lambda: target.copy_(source))
 
 
+@pytest.mark.parametrize("flags", [True, False])
 @pytest.mark.parametrize("pin_memory", [True, "weights"])
 @pytest.mark.parametrize("name", ["gpt2", "llama-tied", "mixtral"])
 def test_generated_tokens_are_equal_and_the_caller_never_waits_for_the_device(
-    name: str, pin_memory: bool | str
+    name: str, pin_memory: bool | str, flags: bool
 ) -> None:
     model, ids = make_model(name), make_ids(2, 7)
     expected = generate(model, ids, 5)
-    streams = EmulatedStreams()
+    streams = EmulatedStreams(flags)
     device, memory = Accelerator(RATES, streams), max_memory(model, 0.5)
     handle = dispatch_model(model, memory, device, pin_memory=pin_memory)
     assert torch.equal(generate(model, ids, 5), expected)
-    assert set(streams.waits) == {"host", "link"}  # the threads of the lanes, not the caller's
-    assert handle.report()["decode"]["measured_seconds"] > 0
+    # Workers read flags; threads of Python wait for events.
+    assert set(streams.waits) == (set() if flags else {"host", "link"})
+    report = handle.report()
+    assert report["decode"]["measured_seconds"] > 0
+    assert report["lanes"]["host"]["busy_seconds"] > 0
     handle.remove()
-    assert streams.waits["all"] == 1  # before memory is freed
+    assert streams.waits["all"] >= 1  # before memory is freed
+    assert handle.report()["lanes"]["host"]["busy_seconds"] > 0
     assert torch.equal(generate(model, ids, 5), expected)
 
 
-def test_the_hosts_rows_are_computed_before_the_call_of_a_linear_returns() -> None:
+def test_a_thread_of_python_has_computed_its_rows_when_the_call_of_a_linear_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Otherwise a caller that waits for the GPU and holds Python's GIL would block the thread."""
     model, device = MLP(), Accelerator(RATES, EmulatedStreams())
-    handle = dispatch_model(model, MEMORY, device, alpha=0.5)
-    compute_on_host = device.compute_on_host
-    host_outputs: list[HostOutput] = []
-    computed: list[bool] = []
+    computed: list[str] = []
 
-    def compute_slowly(write: Write, *args: Any) -> HostOutput:
-        host_outputs.append(
-            compute_on_host(lambda x, out: (time.sleep(0.01), write(x, out)), *args)
-        )
-        return host_outputs[-1]
+    def multiply_slowly(*args: Tensor) -> None:
+        time.sleep(0.01)
+        multiply(*args)
+        computed.append("rows")
 
-    device.compute_on_host = compute_slowly  # type: ignore[method-assign]
-    for layer in model.layers:
-        layer.register_forward_hook(lambda *_: computed.append(host_outputs[-1].computing.done()))
-    with torch.no_grad():
+    monkeypatch.setitem(OPERATIONS, "multiply", multiply_slowly)
+    with dispatch_model(model, MEMORY, device, alpha=0.5), torch.no_grad():
+        for layer in model.layers:
+            layer.register_forward_hook(lambda *_: computed.append("call"))
         model(torch.randn(1, 64))
-    handle.remove()
-    assert computed == [True] * len(model.layers)
+    assert computed == ["rows", "call"] * len(model.layers)
 
 
-def test_pinned_memory_of_the_hosts_inputs_and_outputs_is_allocated_once() -> None:
-    model, streams, sizes = MLP(), EmulatedStreams(), list[int]()
+@pytest.mark.parametrize("pinned", [True, False])
+def test_with_workers_the_caller_waits_for_nothing(pinned: bool) -> None:
+    """Its stream has work before these calls that ends only when they have returned. They share a
+    slab, a pinned buffer and the memory of outputs."""
+    streams = EmulatedStreams(flags=True)
+    device, returned = Accelerator(RATES, streams), threading.Event()
+    stream = streams.stream()
+    streams.current = lambda: stream  # type: ignore[method-assign]
+    weights, x = torch.randn(3, 3, 4), torch.randn(2, 3)
+    outs, products, slab = torch.zeros(3, 2, 4), torch.zeros(3, 2, 4), torch.zeros(3, 4)
+    buffer = torch.zeros(3, 4) if pinned else None
+    busy = streams.event()
+    stream.put(lambda: returned.wait(TIMEOUT))
+    busy.record(stream)
+    read = StreamEnd(busy)
+    for weight, out, product in zip(weights, outs, products, strict=True):
+        copied = device.copy(weight, buffer, slab, after=read)
+        computed = device.compute_on_host("multiply", weight, x, out, 8)
+        run = partial(multiply, slab, x, product)
+        read = device.compute(partial(stream.put, run), 8, copied)
+        device.wait([computed])
+    assert not busy.query() and not outs.any() and not products.any() and not streams.waits
+    returned.set()
+    device.close()
+    torch.testing.assert_close(outs, x @ weights)
+    torch.testing.assert_close(products, x @ weights)
+
+
+def test_a_worker_needs_no_gil() -> None:
+    """A caller may hold it while it waits for a GPU whose stream waits for the worker."""
+    sleep_with_gil = ctypes.PyDLL(None).usleep
+    ready, done = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    thread = worker._extension().Worker(ready, done, torch.zeros((), dtype=torch.float64))
+    x, outs = torch.randn(256, 256), torch.empty(40, 256, 256)
+    tasks = [thread.multiply(x, x, out) for out in outs]
+    ready.fill_(tasks[-1])
+    sleeps = 0
+    while int(done) < tasks[-1]:
+        sleeps += 1
+        sleep_with_gil(200_000)  # microseconds
+    thread.close()
+    assert sleeps <= 5  # a thread of Python would have done a few tasks between two of them
+    torch.testing.assert_close(outs[-1], x @ x)
+
+
+@pytest.mark.parametrize("raised_by", ["next call", "report", "remove"])
+def test_an_error_of_a_worker_makes_nan_and_is_raised_by_what_comes_next(raised_by: str) -> None:
+    model, device = MLP(), Accelerator(RATES, EmulatedStreams(flags=True))
+    handle = dispatch_model(model, MEMORY, device, alpha=0.5)
+    ids, out = torch.tensor([1, 99]), torch.zeros(2, 3)
+    with torch.no_grad():
+        device.wait([device.compute_on_host("look_up", torch.ones(4, 3), ids, out, 8)])
+        assert out.isnan().all()
+        with pytest.raises(RuntimeError, match="index out of range"):
+            if raised_by == "next call":
+                model(torch.randn(1, 64))
+            getattr(handle, raised_by)()
+        x = torch.randn(1, 64)
+        if raised_by == "next call":
+            torch.testing.assert_close(model(x), MLP()(x), rtol=0, atol=1e-5)
+            handle.remove()
+    if raised_by == "report":
+        with pytest.raises(RuntimeError, match="index out of range"):
+            handle.remove()
+    assert not device.in_use
+    torch.testing.assert_close(model(x), MLP()(x), rtol=0, atol=1e-5)
+
+
+def test_a_stream_that_waits_for_a_workers_task_ends_when_the_lanes_are_stopped() -> None:
+    """As after Ctrl-C, before the stream has reached what the task waits for."""
+    streams = EmulatedStreams(flags=True)
+    device, go_on = Accelerator(RATES, streams), threading.Event()
+    stream, busy = streams.stream(), threading.Event()
+    streams.current = lambda: stream  # type: ignore[method-assign]
+    weight, x, out = torch.ones(3, 4), torch.ones(2, 3), torch.zeros(2, 4)
+    stream.put(lambda: go_on.wait(TIMEOUT))
+    device.wait([device.compute_on_host("multiply", weight, x, out, 8)])
+    threading.Timer(0.05, go_on.set).start()
+    device.stop()
+    assert go_on.is_set() and not busy.is_set() and not streams.waits["timeout"]
+    device.wait([device.compute_on_host("multiply", weight, x, out, 8)])
+    device.close()
+    assert torch.equal(out, torch.full((2, 4), 3.0))
+
+
+def test_without_a_compiler_a_warning_says_so_and_outputs_are_exact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("Ninja is required to load C++ extensions")
+
+    monkeypatch.setattr(worker, "_extension", fail)
+    check_fallback("pip install ninja.*Ninja is required")
+
+
+def test_without_flags_that_threads_see_a_warning_says_so_and_outputs_are_exact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(EmulatedStreams, "set_flag", lambda *_: None)
+    check_fallback("did not see each other's flags")
+
+
+def check_fallback(warning: str) -> None:
+    """Without workers a model is split over threads of Python."""
+    model, x = MLP(), torch.randn(1, 64)
+    with torch.no_grad(), pytest.warns(UserWarning, match=f"threads of Python.*{warning}"):
+        with dispatch_model(model, MEMORY, Accelerator(RATES, EmulatedStreams(True)), alpha=0.5):
+            out = model(x)
+    torch.testing.assert_close(out, MLP()(x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("flags", [True, False])
+def test_pinned_memory_of_the_hosts_inputs_and_outputs_is_allocated_once(flags: bool) -> None:
+    model, streams, sizes = MLP(), EmulatedStreams(flags), list[int]()
     pinned = streams.pinned
     device = Accelerator(RATES, streams)
     with dispatch_model(model, MEMORY, device, alpha=0.5), torch.no_grad():
@@ -181,28 +321,31 @@ def test_pinned_memory_of_the_hosts_inputs_and_outputs_is_allocated_once() -> No
         for batch in (3, 1, 2, 3):
             x = torch.randn(batch, 64)
             torch.testing.assert_close(model(x), MLP()(x), rtol=0, atol=1e-5)
-    assert sizes == [3 * 64 * 4, 3 * 32 * 4]  # inputs, and outputs of half of the rows
+    flag_sizes = [2, 2] if flags else []  # of two workers
+    assert sizes == [3 * 64 * 4, 3 * 32 * 4, *flag_sizes]  # inputs, outputs of half of the rows
 
 
-def test_the_hosts_next_output_waits_until_the_last_was_copied() -> None:
+@pytest.mark.parametrize("flags", [True, False])
+def test_the_hosts_next_output_waits_until_the_last_was_copied(flags: bool) -> None:
     """Both have the same memory. A caller may use another stream for each call."""
-    streams = EmulatedStreams()
+    streams = EmulatedStreams(flags)
     slow, done = streams.stream(), threading.Event()
     device = Accelerator(RATES, streams)
-    x, out = torch.ones(2), torch.zeros(2)
+    ones, sevens, eye = torch.ones(1, 2), torch.full((1, 2), 7.0), torch.eye(2)
+    out, other = torch.zeros(1, 2), torch.zeros(1, 2)
     streams.current = lambda: slow  # type: ignore[method-assign]
     with torch.inference_mode():
-        computed = device.compute_on_host(lambda x, out: out.copy_(x), x, out, 8)
-        computed.computing.result()
-        slow.put(lambda: time.sleep(0.2))  # type: ignore[attr-defined]  # before the copy
+        computed = device.compute_on_host("multiply", eye, ones, out, 8)
+        if computed.computing is not None:
+            computed.computing.result()
+        slow.put(lambda: time.sleep(0.2))  # before the copy
         device.wait([computed])
         streams.current = CallerStream  # type: ignore[method-assign]
-        other = torch.zeros(2)
-        device.wait([device.compute_on_host(lambda x, out: out.fill_(7), x, other, 8)])
-        slow.put(done.set)  # type: ignore[attr-defined]
+        device.wait([device.compute_on_host("multiply", eye, sevens, other, 8)])
+        slow.put(done.set)
         assert done.wait(TIMEOUT)
     device.close()
-    assert out.tolist() == [1, 1] and other.tolist() == [7, 7]
+    assert torch.equal(out, ones) and torch.equal(other, sevens)
 
 
 def test_outputs_are_exact_without_pinned_memory_and_a_warning_is_given() -> None:
@@ -216,28 +359,27 @@ def test_outputs_are_exact_without_pinned_memory_and_a_warning_is_given() -> Non
 
 @contextmanager
 def failing_host_lane(model: nn.Module) -> Iterator[tuple[Handle, Accelerator]]:
-    """Split the model; work of the host's lane fails until `device.compute_on_host` is deleted."""
-    device = Accelerator(RATES, EmulatedStreams())
-    handle = dispatch_model(model, MEMORY, device, alpha=0.5)
-    compute_on_host = device.compute_on_host
+    """Split the model; work of the host's thread, one of Python, fails."""
 
-    def fail(x: Tensor, out: Tensor) -> None:
+    def fail(*_: Tensor) -> None:
         raise OSError("host lane failed")
 
-    device.compute_on_host = lambda _, *args: compute_on_host(fail, *args)  # type: ignore[method-assign]
-    with torch.no_grad():
+    device = Accelerator(RATES, EmulatedStreams())
+    handle = dispatch_model(model, MEMORY, device, alpha=0.5)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(OPERATIONS, "multiply", fail)
         yield handle, device
 
 
 def test_an_error_in_the_hosts_thread_is_raised_by_the_call_and_the_next_call_is_exact() -> None:
     model, x, start = MLP(), torch.randn(1, 64), time.perf_counter()
-    with failing_host_lane(model) as (handle, device):
+    with failing_host_lane(model) as (handle, _):
         with pytest.raises(OSError, match="host lane failed"):
             model(x)
         assert time.perf_counter() - start < TIMEOUT
-        del device.compute_on_host
+    with torch.no_grad():
         torch.testing.assert_close(model(x), MLP()(x), rtol=0, atol=1e-5)
-        handle.remove()
+    handle.remove()
 
 
 def test_an_error_is_raised_only_after_all_streams_have_done_their_work() -> None:
@@ -250,8 +392,7 @@ def test_an_error_is_raised_only_after_all_streams_have_done_their_work() -> Non
         with pytest.raises(OSError, match="host lane failed"):
             model(torch.randn(1, 64))
         assert done.is_set()
-        del device.compute_on_host
-        handle.remove()
+    handle.remove()
 
 
 def test_on_cuda_every_stream_is_one_of_torch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +424,9 @@ def test_without_an_accelerator_the_error_names_shaped_device() -> None:
 
 
 @pytest.mark.parametrize(
-    "streams", [None, EmulatedStreams()], ids=["no accelerator", "emulated streams"]
+    "streams",
+    [None, EmulatedStreams(), EmulatedStreams(flags=True)],
+    ids=["no accelerator", "threads of Python", "workers"],
 )
 def test_measured_rates_are_finite(streams: EmulatedStreams | None) -> None:
     rates = measure_rates(streams, torch.float32, width=512, seconds=0.02)

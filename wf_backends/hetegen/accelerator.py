@@ -4,16 +4,16 @@
     host          a thread computes rows into pinned memory; the caller's stream copies them
     accelerator   the caller's stream
 
-The threads wait for the device. The caller waits for the threads only: for the host's rows of the
-linear that it calls, and until the copies that the linear needs are on the link's stream. No stream
-ever waits for a thread. (It could, and the caller would not have to wait; but code that holds
-Python's GIL while it waits for the device, such as indexing a tensor with a number on the GPU,
-would then block the thread, which needs the GIL.)
+On CUDA the threads are workers of C++: streams and workers wait for each other's flags, and the
+caller waits for nothing. Elsewhere, and for copies of memory that is not pinned, they are threads
+of Python. No stream waits for those: code that holds the GIL while it waits for the device, such as
+indexing a tensor with a number on the GPU, would block them. The caller waits instead: for the
+host's rows of the linear that it calls, and until the copies that the linear needs are on the
+link's stream.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,61 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.hetegen.device import Lanes, Run, Write
+from wf_backends.hetegen.device import OPERATIONS, Lanes, Operation, Run
+from wf_backends.hetegen.streams import Streams
 from wf_backends.hetegen.weights import Rates
-
-
-class Streams:
-    """Streams, events and pinned memory of torch's accelerator.
-
-    Raises:
-        ValueError: if torch finds no accelerator.
-    """
-
-    def __init__(self) -> None:
-        if not torch.accelerator.is_available():
-            raise ValueError(
-                "torch finds no accelerator here; to try HeteGen without one pass device="
-                "ShapedDevice(link_bytes_per_s=..., host_bytes_per_s=..., "
-                "accelerator_bytes_per_s=...), or --shaped 1,3,20 on the command line"
-            )
-        self.device = torch.accelerator.current_stream().device
-
-    @property
-    def _is_cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    def stream(self) -> torch.Stream:
-        """A stream. On CUDA it is torch.cuda.Stream: before torch 2.11 torch.cuda.Event takes no
-        other, and reads beyond the end of a torch.Stream."""
-        return torch.cuda.Stream(self.device) if self._is_cuda else torch.Stream(self.device)
-
-    def event(self, timed: bool = False) -> torch.Event:
-        """An event. On CUDA it is torch.cuda.Event: waiting for it frees the core (torch.Event
-        spins, blocking or not), and recording it releases Python's GIL."""
-        if self._is_cuda:
-            return torch.cuda.Event(enable_timing=timed, blocking=not timed)
-        return torch.Event(self.device, enable_timing=timed, blocking=not timed)
-
-    def current(self) -> torch.Stream:
-        module = torch.cuda if self._is_cuda else torch.accelerator
-        return module.current_stream(self.device)
-
-    def synchronize(self) -> None:
-        torch.accelerator.synchronize(self.device)
-
-    def clock(self) -> float:
-        """The time in seconds, when all work on the streams has ended."""
-        self.synchronize()
-        return time.perf_counter()
-
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-
-    def copy(self, stream: torch.Stream, source: Tensor, target: Tensor) -> None:
-        """Put a copy on the stream."""
-        with torch.cuda.stream(stream) if isinstance(stream, torch.cuda.Stream) else stream:
-            target.copy_(source, non_blocking=True)
+from wf_backends.hetegen.worker import Worker, make_worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +44,17 @@ class StreamEnd:
 
 @dataclass(frozen=True, slots=True)
 class HostOutput:
-    """Host memory into which a thread computes rows, to be copied to `out` on the accelerator."""
+    """Host memory into which a thread computes rows, to be copied to `out` on the accelerator.
 
-    computing: Future[float]
+    Attributes:
+        task: its number, if the thread is a worker.
+        computing: if it is one of Python.
+    """
+
     memory: Tensor
     out: Tensor
+    task: int = 0
+    computing: Future[float] | None = None
 
 
 class Accelerator(Lanes):
@@ -115,8 +70,11 @@ class Accelerator(Lanes):
         super().__init__("link", "host")
         self.streams, self._rates = streams or Streams(), rates
         self._link_stream = self.streams.stream()
+        self._workers: dict[str, Worker | None] = {}  # from the first use on, until `close`
+        # Pinned memory of a slab -> the worker's last task with it.
+        self._staged: dict[int, int] = {}
         # Pinned memory of the host's inputs and outputs, and when the last output was copied from
-        # it: to allocate it anew takes 50 us, of 500 of a call.
+        # it: to allocate it anew takes 50 us.
         self._memory: dict[str, Tensor] = {}
         self._copied_out: Any = None
 
@@ -127,6 +85,12 @@ class Accelerator(Lanes):
             return measure_rates(self.streams, dtype, pin_memory == "weights")
         return self._rates
 
+    def _worker(self, lane: str) -> Worker | None:
+        """The lane's worker; None: its thread is one of Python."""
+        if lane not in self._workers:
+            self._workers[lane] = make_worker(self.streams, self.busy_seconds[lane])
+        return self._workers[lane]
+
     def pinned(self, nbytes: int) -> Tensor:
         return self.streams.pinned((nbytes,), torch.uint8)
 
@@ -134,6 +98,25 @@ class Accelerator(Lanes):
         return tensor.detach().to(self.streams.device, copy=True)
 
     def copy(
+        self, rows: Tensor, pinned: Tensor | None, slab: Tensor, after: StreamEnd | None
+    ) -> StreamEnd:
+        worker = self._worker("link")
+        if worker is None or (pinned is None and not self.streams.is_pinned(rows)):
+            return self._copy_in_thread(rows, pinned, slab, after)
+        if after is not None:
+            after.event.wait(self._link_stream)
+        source, task = rows, 0
+        if pinned is not None:
+            last_task = self._staged.get(pinned.data_ptr(), 0)
+            source, task = pinned, worker.thread.copy(rows, pinned, last_task)
+            self._staged[pinned.data_ptr()] = task
+            worker.finish_before(self._link_stream, task)
+        self.streams.copy(self._link_stream, source, slab)
+        if pinned is not None:
+            worker.start_after(self._link_stream, task)
+        return StreamEnd(self._record(self._link_stream))
+
+    def _copy_in_thread(
         self, rows: Tensor, pinned: Tensor | None, slab: Tensor, after: StreamEnd | None
     ) -> StreamEnd:
         copied = self.streams.event()
@@ -152,16 +135,23 @@ class Accelerator(Lanes):
                 after.recording.result()
             after.event.wait(self.streams.current())
         run()
-        return StreamEnd(self._record())
+        return StreamEnd(self._record(self.streams.current()))
 
-    def compute_on_host(self, write: Write, x: Tensor, out: Tensor, nbytes: int) -> HostOutput:
+    def compute_on_host(
+        self, operation: Operation, weight: Tensor, x: Tensor, out: Tensor, nbytes: int
+    ) -> HostOutput:
         host_x, memory = self._host_memory("x", x), self._host_memory("out", out)
+        stream, worker = self.streams.current(), self._worker("host")
         if self._copied_out is not None:
-            self._copied_out.wait(self.streams.current())
+            self._copied_out.wait(stream)
         host_x.copy_(x, non_blocking=True)
-        wait = self._record().synchronize
-        computing = self.submit("host", partial(write, host_x, memory), after=wait)
-        return HostOutput(computing, memory, out)
+        if worker is not None:
+            task = getattr(worker.thread, operation)(weight, host_x, memory)
+            worker.start_after(stream, task)
+            return HostOutput(memory, out, task)
+        run = partial(OPERATIONS[operation], weight, host_x, memory)
+        computing = self.submit("host", run, after=self._record(stream).synchronize)
+        return HostOutput(memory, out, computing=computing)
 
     def _host_memory(self, name: str, activation: Tensor) -> Tensor:
         """Host memory of an activation's shape and dtype, pinned unless none is left."""
@@ -177,21 +167,31 @@ class Accelerator(Lanes):
 
     def wait(self, events: Sequence[Any]) -> Any:
         self.check()
+        stream = self.streams.current()
         for event in events:
             if isinstance(event, HostOutput):  # a StreamEnd is on the caller's stream already
-                event.computing.result()
-                self.streams.copy(self.streams.current(), event.memory, event.out)
+                worker = self._workers["host"]
+                if worker is not None:
+                    worker.finish_before(stream, event.task)
+                elif event.computing is not None:
+                    event.computing.result()
+                self.streams.copy(stream, event.memory, event.out)
         self._copied_out = self.now()
         return self._copied_out
 
-    def _record(self, timed: bool = False) -> Any:
-        """An event at the end of the work that the caller's stream has now."""
+    def check(self, seconds: float = 0.0) -> None:
+        super().check(seconds)
+        for worker in filter(None, self._workers.values()):
+            worker.thread.check()
+
+    def _record(self, stream: Any, timed: bool = False) -> Any:
+        """An event at the end of the work that the stream has now."""
         event = self.streams.event(timed)
-        event.record(self.streams.current())
+        event.record(stream)
         return event
 
     def now(self) -> Any:
-        return self._record(timed=True)
+        return self._record(self.streams.current(), timed=True)
 
     def seconds(self, start: Any, end: Any) -> float:
         end.synchronize()
@@ -199,8 +199,18 @@ class Accelerator(Lanes):
 
     def stop(self) -> None:
         super().stop()
+        for worker in filter(None, self._workers.values()):
+            worker.thread.cancel()
         self.streams.synchronize()  # work on the streams still uses slabs and outputs
 
     def close(self) -> None:
-        super().close()
-        self._memory.clear()
+        """As of any device. Raises the error of a worker that no call has raised yet."""
+        try:
+            self.streams.synchronize()
+            self.check()
+        finally:
+            super().close()
+            for worker in filter(None, self._workers.values()):
+                worker.close()
+            for memory in self._workers, self._memory, self._staged:
+                memory.clear()

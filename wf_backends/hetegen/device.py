@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from wf_backends.hetegen.weights import LANE_NAMES, Rates
@@ -17,7 +18,24 @@ from wf_backends.hetegen.weights import LANE_NAMES, Rates
 THREAD_CALL_SECONDS = 2e-4  # to submit work to a thread and wait for it, on a shared core
 End = Future[float]  # the time at which work ended
 Run = Callable[[], object]
-Write = Callable[[Tensor, Tensor], object]  # (x, out): computes out from x
+Operation = Literal["multiply", "look_up"]
+
+
+def multiply(weight: Tensor, x: Tensor, out: Tensor) -> None:
+    """x (n, columns) times weight (columns, rows) into out (n, rows)."""
+    torch.mm(x, weight, out=out)
+
+
+def look_up(weight: Tensor, ids: Tensor, out: Tensor) -> None:
+    """Rows ids (...) of weight (rows, columns) into out (..., columns)."""
+    out.copy_(F.embedding(ids, weight))
+
+
+# What a thread of Python computes; worker.cpp has the same.
+OPERATIONS: dict[Operation, Callable[[Tensor, Tensor, Tensor], None]] = {
+    "multiply": multiply,
+    "look_up": look_up,
+}
 
 
 class Lanes:
@@ -27,8 +45,8 @@ class Lanes:
                                                  through pinned memory if it is not None
         compute(run, nbytes, after)              on the accelerator: run(), which reads nbytes of a
                                                  weight
-        compute_on_host(write, x, out, nbytes)   on the host: write(x, out); x and out are on the
-                                                 accelerator
+        compute_on_host(operation, weight, x, out, nbytes)
+                                                 on the host; x and out are on the accelerator
         wait(events)                             order the caller's next work after these events;
                                                  returns the moment when they end
         now()                                    the moment when the caller's work so far ends
@@ -39,20 +57,20 @@ class Lanes:
         place(tensor)                            a copy in the accelerator's memory
 
     `copy`, `compute` and `compute_on_host` return at once, with an event: the end of their work.
-    `wait` raises the work's error. `after` is the event of the previous work with the same slab;
-    None if there was none.
+    `wait` raises the work's error, if there is one by then. `after` is the event of the previous
+    work with the same slab; None if there was none.
 
     Args:
         threads: the lanes that are threads. They start with their first work.
 
     Attributes:
-        busy_seconds: lane -> seconds that its thread has worked so far.
+        busy_seconds: lane -> seconds that its thread has worked so far, () float64.
         in_use: whether a model is split over the device.
     """
 
     def __init__(self, *threads: str) -> None:
         self._threads: dict[str, ThreadPoolExecutor] = {}
-        self.busy_seconds = dict.fromkeys(threads, 0.0)
+        self._reset_busy_seconds(threads)
         self._end_times = dict.fromkeys(threads, 0.0)  # lane -> when its last work ended
         self._failed = threading.Event()
         self._error: BaseException | None = None  # the first one; all later work raises it too
@@ -124,8 +142,12 @@ class Lanes:
     def close(self) -> None:
         """End the threads, and reset the counts for the next model."""
         self.stop()
-        self.busy_seconds = dict.fromkeys(self.busy_seconds, 0.0)
+        self._reset_busy_seconds(self.busy_seconds)
         self.in_use = False
+
+    def _reset_busy_seconds(self, lanes: Iterable[str]) -> None:
+        with torch.inference_mode(False):  # threads without that mode add to them
+            self.busy_seconds = {lane: torch.zeros((), dtype=torch.float64) for lane in lanes}
 
 
 class ShapedDevice(Lanes):
@@ -184,8 +206,10 @@ class ShapedDevice(Lanes):
     def compute(self, run: Run, nbytes: int, after: End | None) -> End:
         return self._submit("accelerator", run, nbytes, after)
 
-    def compute_on_host(self, write: Write, x: Tensor, out: Tensor, nbytes: int) -> End:
-        return self._submit("host", partial(write, x, out), nbytes)
+    def compute_on_host(
+        self, operation: Operation, weight: Tensor, x: Tensor, out: Tensor, nbytes: int
+    ) -> End:
+        return self._submit("host", partial(OPERATIONS[operation], weight, x, out), nbytes)
 
     def wait(self, events: Sequence[Any]) -> float:
         return max(event.result() for event in events)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wf_backends._compile import refuse_transforms
@@ -43,13 +42,9 @@ class HostWeight:
         """A view of the rows [start, stop)."""
         return self.tensor.narrow(self.dim, start, stop - start)
 
-    def multiply(self, rows: Tensor, x: Tensor, out: Tensor) -> None:
-        """x (n, columns) times some rows of the weight, or a copy of them, into out (n, rows)."""
-        torch.mm(x, rows.t() if self.dim == 0 else rows, out=out)
-
-    def look_up(self, ids: Tensor, out: Tensor) -> None:
-        """Rows `ids` (...) of the weight into out (..., columns)."""
-        out.copy_(F.embedding(ids, self.tensor))
+    def transposed(self, rows: Tensor) -> Tensor:
+        """Some rows of the weight, or a copy of them, as (columns, rows)."""
+        return rows.t() if self.dim == 0 else rows
 
     def refuse_gradient(self, x: Tensor) -> None:
         """Refuse an input or a weight that needs a gradient, and torch.func's transforms."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from wf_backends.hetegen.accelerator import Accelerator
-from wf_backends.hetegen.device import ShapedDevice
+from wf_backends.hetegen.device import ShapedDevice, multiply
 from wf_backends.hetegen.modules import HostWeight
 from wf_backends.hetegen.weights import LANE_NAMES, PHASES, Job, JobMaker, Phase, Plan
 
@@ -154,17 +154,19 @@ class Runner(Uncopyable):
         device, weight = self._device, self._weights[job.linear]
         rows = weight.rows(job.start, job.stop)
         if job.lane == "host":
-            return device.compute_on_host(partial(weight.multiply, rows), x, out, rows.nbytes)
+            weight_rows = weight.transposed(rows)
+            return device.compute_on_host("multiply", weight_rows, x, out, rows.nbytes)
         if job.slab is None:
-            multiply = partial(weight.multiply, self._resident[job.linear], x, out)
-            return device.compute(multiply, rows.nbytes, None)
+            resident = weight.transposed(self._resident[job.linear])
+            return device.compute(partial(multiply, resident, x, out), rows.nbytes, None)
         slab_rows = _view_as(rows, self._slabs[job.slab])
         after = self._slab_events.get(job.slab)
         if job.lane == "link":
             pinned = _view_as(rows, self._pinned[job.slab]) if self._pinned else None
             event = device.copy(rows, pinned, slab_rows, after)
         else:
-            event = device.compute(partial(weight.multiply, slab_rows, x, out), rows.nbytes, after)
+            run = partial(multiply, weight.transposed(slab_rows), x, out)
+            event = device.compute(run, rows.nbytes, after)
         self._slab_events[job.slab] = event
         return event
 
@@ -174,7 +176,7 @@ class Runner(Uncopyable):
         weight.refuse_gradient(ids)
         out = weight.tensor.new_empty(*ids.shape, weight.linear.columns, device=ids.device)
         with self._stopping_on_errors():
-            event = self._device.compute_on_host(weight.look_up, ids, out, out.nbytes)
+            event = self._device.compute_on_host("look_up", weight.tensor, ids, out, out.nbytes)
             self._device.wait([event])
         return out
 
@@ -216,12 +218,13 @@ class Record:
 
     def report(self) -> dict:
         """The result of `Handle.report`."""
+        self._device.check()
         wall_seconds = 0.0
         if self._passes:
             wall_seconds = self._device.seconds(self._start, self._passes[-1][1][-1])
         lanes = {}
         for name in LANE_NAMES:
-            busy_seconds = self._busy.get(name, 0.0)  # 0 for a lane that is no thread
+            busy_seconds = float(self._busy.get(name, 0.0))  # 0 for a lane that is no thread
             lanes[name] = {
                 "busy_seconds": busy_seconds,
                 "predicted_busy_seconds": self._predicted[name],

@@ -1,0 +1,88 @@
+"""The worker threads of lanes on CUDA: they need no GIL, so that streams may wait for them."""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+import weakref
+from pathlib import Path
+from subprocess import CalledProcessError
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wf_backends.hetegen.streams import Streams
+
+CACHE_LINE = 8  # int64
+CHECK_SECONDS = 5.0
+SOURCE = Path(__file__).with_name("worker.cpp")
+
+
+class Worker:
+    """A thread that does numbered tasks in their order. Streams and it wait for each other's flags.
+
+    Args:
+        streams: of the accelerator.
+        busy_seconds: (), float64; the time of each task is added to it.
+
+    Attributes:
+        thread: of worker.cpp, whose methods submit tasks and return their numbers.
+
+    Raises:
+        Exception: if the thread cannot be built, no memory is pinned, or flags do not work.
+    """
+
+    def __init__(self, streams: Streams, busy_seconds: Tensor) -> None:
+        self._streams = streams
+        flags = streams.pinned((2, CACHE_LINE), torch.int64).zero_()
+        self._ready, self._done = flags[0, :1], flags[1, :1]
+        self.thread = _extension().Worker(self._ready, self._done, busy_seconds)
+        self.close = weakref.finalize(self, self.thread.close)  # at exit, too
+        self._check_flags()
+
+    def start_after(self, stream: Any, number: int) -> None:
+        """Tasks that wait for `number` begin when the stream has done its work so far."""
+        self._streams.set_flag(stream, self._ready, number)
+
+    def finish_before(self, stream: Any, number: int) -> None:
+        """The stream's next work begins when the task has ended."""
+        self._streams.wait_for_flag(stream, self._done, number)
+
+    def _check_flags(self) -> None:
+        """Have a stream and the thread wait for each other once; a driver may not have that."""
+        stream, passed = self._streams.stream(), self._streams.event()
+        task = self.thread.multiply(torch.eye(2), torch.eye(2), torch.empty(2, 2))
+        self.start_after(stream, task)
+        self.finish_before(stream, task)
+        passed.record(stream)
+        end = time.perf_counter() + CHECK_SECONDS
+        while not passed.query():
+            if time.perf_counter() > end:
+                self.close()  # the stream passes
+                raise RuntimeError("a stream and a thread did not see each other's flags")
+
+
+def make_worker(streams: Streams, busy_seconds: Tensor) -> Worker | None:
+    """A worker; None for streams without flags and, with a warning, where it does not work."""
+    if not streams.has_flags():
+        return None
+    try:
+        return Worker(streams, busy_seconds)
+    except (RuntimeError, OSError, ImportError, CalledProcessError) as error:
+        warnings.warn(
+            "the lanes have threads of Python, for which calls of split linears wait: those of C++ "
+            f"do not work here. torch builds them with a C++ compiler and ninja (pip install "
+            f"ninja): {error}",
+            stacklevel=2,
+        )
+        return None
+
+
+def _extension() -> Any:
+    """worker.cpp, built by torch into its folder of extensions when this torch first uses it."""
+    from torch.utils.cpp_extension import load
+
+    version = re.sub(r"\W", "_", torch.__version__)
+    return load(f"wallfacer_hetegen_{version}", [str(SOURCE)], extra_cflags=["-O2"])
