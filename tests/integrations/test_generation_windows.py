@@ -105,7 +105,7 @@ def test_a_conversation_goes_back_as_far_as_the_slack_and_on():
 
     def talk(chat: Chat) -> Tensor:
         chat.generate(ids)
-        chat.cache.crop(first.shape[1] - SLACK)
+        chat.cache.crop(torch.tensor(first.shape[1] - SLACK))  # as transformers 5.16 passes it
         return chat.generate(asked)
 
     assert all(torch.equal(tokens, expected) for tokens in chats(2, MISTRAL, talk))

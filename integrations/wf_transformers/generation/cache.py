@@ -132,6 +132,7 @@ class ShardedCache(DynamicCache):
             ValueError: if a layer with a window has dropped keys that the next token sees, and
                 inside of images.
         """
+        max_length = int(max_length)  # a tensor in transformers 5.16's speculative decoding
         length = min(self.length, max_length + (self.length if max_length <= 0 else 0))
         if 0 < length < self.first_text:
             raise ValueError(
