@@ -122,9 +122,6 @@ class EmulatedStreams(Streams):
     def current(self) -> Stream:  # type: ignore[override]
         return CallerStream()
 
-    def has_flags(self) -> bool:
-        return self.flags
-
     def is_pinned(self, tensor: Tensor) -> bool:
         return self.can_pin
 
@@ -306,9 +303,11 @@ def check_fallback(warning: str) -> None:
     """Without workers a model is split over threads of Python."""
     model, x = MLP(), torch.randn(1, 64)
     with torch.no_grad(), pytest.warns(UserWarning, match=f"threads of Python.*{warning}"):
-        with dispatch_model(model, MEMORY, Accelerator(RATES, EmulatedStreams(True)), alpha=0.5):
+        streams = EmulatedStreams(flags=True)
+        with dispatch_model(model, MEMORY, Accelerator(RATES, streams), alpha=0.5):
             out = model(x)
     torch.testing.assert_close(out, MLP()(x), rtol=0, atol=1e-5)
+    assert not streams.flags  # nor is it tried again
 
 
 @pytest.mark.parametrize("flags", [True, False])

@@ -26,7 +26,7 @@ from torch import Tensor
 from wf_backends.hetegen.device import OPERATIONS, Lanes, Operation, Run
 from wf_backends.hetegen.streams import Streams
 from wf_backends.hetegen.weights import Rates
-from wf_backends.hetegen.worker import Worker, make_worker
+from wf_backends.hetegen.worker import Worker, make_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,15 @@ class HostOutput:
     """Host memory into which a thread computes rows, to be copied to `out` on the accelerator.
 
     Attributes:
-        task: its number, if the thread is a worker.
+        worker, task: the task's number, if the thread is a worker.
         computing: if it is one of Python.
     """
 
     memory: Tensor
     out: Tensor
+    worker: Worker | None = None
     task: int = 0
-    computing: Future[float] | None = None
+    computing: Any = None
 
 
 class Accelerator(Lanes):
@@ -70,7 +71,7 @@ class Accelerator(Lanes):
         super().__init__("link", "host")
         self.streams, self._rates = streams or Streams(), rates
         self._link_stream = self.streams.stream()
-        self._workers: dict[str, Worker | None] = {}  # from the first use on, until `close`
+        self._workers: dict[str, Worker] | None = None  # by lane; made at the first use
         # Pinned memory of a slab -> the worker's last task with it.
         self._staged: dict[int, int] = {}
         # Pinned memory of the host's inputs and outputs, and when the last output was copied from
@@ -87,9 +88,9 @@ class Accelerator(Lanes):
 
     def _worker(self, lane: str) -> Worker | None:
         """The lane's worker; None: its thread is one of Python."""
-        if lane not in self._workers:
-            self._workers[lane] = make_worker(self.streams, self.busy_seconds[lane])
-        return self._workers[lane]
+        if self._workers is None:
+            self._workers = make_workers(self.streams, self.busy_seconds)
+        return self._workers.get(lane)
 
     def pinned(self, nbytes: int) -> Tensor:
         return self.streams.pinned((nbytes,), torch.uint8)
@@ -148,7 +149,7 @@ class Accelerator(Lanes):
         if worker is not None:
             task = getattr(worker.thread, operation)(weight, host_x, memory)
             worker.start_after(stream, task)
-            return HostOutput(memory, out, task)
+            return HostOutput(memory, out, worker, task)
         run = partial(OPERATIONS[operation], weight, host_x, memory)
         computing = self.submit("host", run, after=self._record(stream).synchronize)
         return HostOutput(memory, out, computing=computing)
@@ -170,10 +171,9 @@ class Accelerator(Lanes):
         stream = self.streams.current()
         for event in events:
             if isinstance(event, HostOutput):  # a StreamEnd is on the caller's stream already
-                worker = self._workers["host"]
-                if worker is not None:
-                    worker.finish_before(stream, event.task)
-                elif event.computing is not None:
+                if event.worker is not None:
+                    event.worker.finish_before(stream, event.task)
+                else:
                     event.computing.result()
                 self.streams.copy(stream, event.memory, event.out)
         self._copied_out = self.now()
@@ -181,7 +181,7 @@ class Accelerator(Lanes):
 
     def check(self, seconds: float = 0.0) -> None:
         super().check(seconds)
-        for worker in filter(None, self._workers.values()):
+        for worker in (self._workers or {}).values():
             worker.thread.check()
 
     def _record(self, stream: Any, timed: bool = False) -> Any:
@@ -199,7 +199,7 @@ class Accelerator(Lanes):
 
     def stop(self) -> None:
         super().stop()
-        for worker in filter(None, self._workers.values()):
+        for worker in (self._workers or {}).values():
             worker.thread.cancel()
         self.streams.synchronize()  # work on the streams still uses slabs and outputs
 
@@ -210,7 +210,8 @@ class Accelerator(Lanes):
             self.check()
         finally:
             super().close()
-            for worker in filter(None, self._workers.values()):
+            for worker in (self._workers or {}).values():
                 worker.close()
-            for memory in self._workers, self._memory, self._staged:
-                memory.clear()
+            self._workers = None
+            self._memory.clear()
+            self._staged.clear()

@@ -20,6 +20,9 @@ class Streams:
     Args:
         flags: whether streams and threads may wait for each other's flags, where CUDA has them.
 
+    Attributes:
+        flags: whether they do: streams write and wait for numbers in pinned memory.
+
     Raises:
         ValueError: if torch finds no accelerator.
     """
@@ -32,7 +35,7 @@ class Streams:
                 "accelerator_bytes_per_s=...), or --shaped 1,3,20 on the command line"
             )
         self.device = torch.accelerator.current_stream().device
-        self._flags = flags and self._is_cuda and torch.version.hip is None
+        self.flags = flags and self._is_cuda and torch.version.hip is None
 
     @cached_property
     def _driver(self) -> ctypes.CDLL:
@@ -57,10 +60,6 @@ class Streams:
     def current(self) -> torch.Stream:
         module = torch.cuda if self._is_cuda else torch.accelerator
         return module.current_stream(self.device)
-
-    def has_flags(self) -> bool:
-        """Whether streams can write and wait for numbers in pinned memory."""
-        return self._flags
 
     def set_flag(self, stream: torch.Stream, flag: Tensor, number: int) -> None:
         """The stream writes a number to a flag, (1,) int64 in pinned memory."""

@@ -1,8 +1,11 @@
 // A thread that computes without Python's GIL and calls nothing of CUDA: streams of a GPU may wait
 // for it, since code that waits for the GPU, with the GIL or within the driver, never blocks it.
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/mm.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>

@@ -6,6 +6,7 @@ import re
 import time
 import warnings
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Any
@@ -64,20 +65,24 @@ class Worker:
                 raise RuntimeError("a stream and a thread did not see each other's flags")
 
 
-def make_worker(streams: Streams, busy_seconds: Tensor) -> Worker | None:
-    """A worker; None for streams without flags and, with a warning, where it does not work."""
-    if not streams.has_flags():
-        return None
+def make_workers(streams: Streams, busy_seconds: Mapping[str, Tensor]) -> dict[str, Worker]:
+    """A worker for each lane; none for streams without flags.
+
+    Where workers do not work a warning says so, and the streams are without flags from then on.
+    """
+    if not streams.flags:
+        return {}
     try:
-        return Worker(streams, busy_seconds)
+        return {lane: Worker(streams, seconds) for lane, seconds in busy_seconds.items()}
     except (RuntimeError, OSError, ImportError, CalledProcessError) as error:
+        streams.flags = False
         warnings.warn(
             "the lanes have threads of Python, for which calls of split linears wait: those of C++ "
             f"do not work here. torch builds them with a C++ compiler and ninja (pip install "
             f"ninja): {error}",
             stacklevel=2,
         )
-        return None
+        return {}
 
 
 def _extension() -> Any:
