@@ -45,6 +45,7 @@ PACKAGES = (  # (name, how to install it)
     ("colossalai", "see docs/dependencies.md: it needs two commands"),
     ("flash-attn", "pip install 'flash-attn>=2.7' --no-build-isolation"),
     ("matplotlib", "pip install 'wallfacer[cli]'"),
+    ("ninja", "pip install 'wallfacer[hetegen]'"),
 )
 
 
