@@ -30,9 +30,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(100)]
 SEQLEN, HEADS, KV_HEADS, DIM, CHOSEN = 1072, 8, 2, 64, 96
 RATIO, REACH, WINDOW = 4, 8, 128
 BORDERS = (0, 357, 358, 613, SEQLEN)
-MAX_ERROR_RATIO = 1.8
+MAX_ERROR_RATIO = 1.2
 """Of the error in bfloat16 to that of torch's attention under a mask, which rounds a result once.
-Three roundings of the same size: a window's part, the entries' part and the sum with the sinks."""
+So does ours, but gradients of keys, whose parts of each rank are messages in bfloat16."""
 BOUNDS = {torch.float64: 1e-10, torch.float32: GPU_TOLERANCES[torch.float32]}
 DTYPES = (*BOUNDS, torch.bfloat16)
 NAMES = ("out", "dq", "dk", "dv", "dsinks"), ("out", "dq", "dkv", "dx", "dsinks")

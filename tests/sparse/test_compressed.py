@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers import run_threads
-from tests.sparse.test_attention import gradients, sequence_parallel
+from tests.sparse.test_attention import gradients, roundings, sequence_parallel
 from wf_backends.sparse import CompressedAttention, key_ranges
 from wf_backends.sparse.compressed import Entries, Groups
 from wf_backends.sparse.needed_rows import with_earlier_rows
@@ -119,6 +119,28 @@ def test_outputs_and_gradients_are_those_of_dense_attention(
 
     for got in run_threads(size, rank):
         torch.testing.assert_close(got, [*expected], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_results_in_half_precision_are_rounded_once(dtype: torch.dtype, chosen: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (BATCH, SEQLEN, HEADS, DIM), (BATCH, SEQLEN, DIM), (BATCH, 7, DIM)
+    q, kv, entries = (torch.randn(x, dtype=torch.float64, generator=generator) for x in shapes)
+
+    def rank(comm: Any) -> list[float]:
+        sp = sequence_parallel(comm)
+        count = (sp.positions(SEQLEN) + 1) // 4
+        choice = all_seen(Entries(entries, torch.zeros_like(count), count)) if chosen else None
+
+        def attend(q: Tensor, kv: Tensor, entries: Tensor, sinks: Tensor) -> Tensor:
+            return CompressedAttention(sp)(q, kv, entries, choice, 3, 4, sinks=sinks)
+
+        return roundings(dtype, attend, *map(sp.shard, (q, kv)), entries, torch.ones(HEADS))
+
+    for out, dq, dkv, dentries, dsinks in run_threads(2, rank):
+        assert max(out, dq, dentries, dsinks) < 1.1
+        assert dkv < 1.2  # messages between ranks are in half precision
 
 
 def refusal(

@@ -7,7 +7,7 @@ from wf_backends.runtime.attention import (
     RouteAttention,
 )
 from wf_backends.runtime.autograd import first_order_only, linear_map
-from wf_backends.runtime.learned import Learned, with_sinks
+from wf_backends.runtime.learned import Learned, sinks_grad, with_sinks
 from wf_backends.runtime.messages import Messages, accumulator_dtype, add, fuse, scatter
 from wf_backends.runtime.shards import dimension, gather_shards, positions, take_shard
 from wf_backends.runtime.surrogate_out import SurrogateOut
@@ -33,6 +33,7 @@ __all__ = [
     "linear_map",
     "positions",
     "scatter",
+    "sinks_grad",
     "take_shard",
     "with_sinks",
 ]

@@ -16,6 +16,7 @@ Source: DeepSeek-V3.2 (arXiv 2512.02556, section 2.1); DeepSeek-V2 (arXiv 2405.0
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from wf_backends._compile import eager
 from wf_backends.comm import ConsistencyCheck, Shared, fingerprint
 from wf_backends.parallel import SequenceParallel, check_tensors, make_softmax
 from wf_backends.schedule import Layout, Mask, layout_of, make_mask
+from wf_backends.sparse.function import Columns, KeysAttention
 from wf_backends.sparse.needed_rows import gather_needed
-from wf_backends.sparse.rows import Columns, RowsAttention, add_sinks
+from wf_backends.sparse.rows import ChosenRows
 
 
 class SparseAttention(Shared):
@@ -82,8 +84,8 @@ class SparseAttention(Shared):
                 columns = Columns(slice(None), slice(0, v.shape[3]))
             table = gather_needed(self._sp.comm, layout, None, rows, "chosen keys")
             scale = softmax.scores.scale
-            out, lse = RowsAttention.apply(queries, table, chosen, scale, columns)
-            out = add_sinks(out, lse, softmax).to(q.dtype)
+            make, sinks = (partial(ChosenRows, columns),), softmax.learned.sinks
+            out = KeysAttention.apply(queries, sinks, scale, make, table, chosen)
             return out if up_v is None else torch.einsum("bshc,hec->bshe", out, up_v)
 
     def _checked_layout(

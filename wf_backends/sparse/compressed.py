@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -29,9 +29,10 @@ from wf_backends.comm import ConsistencyCheck, Shared, fingerprint
 from wf_backends.parallel import SequenceParallel, check_tensors, make_softmax
 from wf_backends.runtime import positions
 from wf_backends.schedule import Layout, Mask, join, layout_of, locate, make_mask
-from wf_backends.sparse.key_ranges import RangesAttention
+from wf_backends.sparse.function import BOTH, KeysAttention
+from wf_backends.sparse.key_ranges import KeyRanges
 from wf_backends.sparse.needed_rows import gather_needed, with_earlier_rows
-from wf_backends.sparse.rows import Columns, RowsAttention, add_sinks
+from wf_backends.sparse.rows import ChosenRows
 
 
 class Groups(NamedTuple):
@@ -169,15 +170,16 @@ class CompressedAttention(Shared):
         with torch.autocast(q.device.type, enabled=False):
             keys = gather_needed(self._sp.comm, layout, needed, kv, "window")
             place, document, offset = self._places(layout, needed, borders)
-            in_window, scale = (offset + 1).clamp(max=window), softmax.scores.scale
-            of_keys = RangesAttention.apply(q, keys, place + 1 - in_window, in_window, scale)
+            in_window = torch.stack((place - offset.clamp(max=window - 1), place + 1))
             if chosen is None:
-                limits = _visible(document, offset, ratio, borders)
-                of_entries = RangesAttention.apply(q, entries, *limits, scale)
+                first, count = _visible(document, offset, ratio, borders)
+                of_entries = entries, torch.stack((first, first + count))
+                make = KeyRanges, KeyRanges
             else:
-                rows = entries.unsqueeze(2), chosen.unsqueeze(2)
-                of_entries = RowsAttention.apply(q, *rows, scale, Columns(slice(None), slice(None)))
-            return add_sinks(*_merge(of_keys, of_entries), softmax).to(q.dtype)
+                of_entries = entries.unsqueeze(2), chosen.unsqueeze(2)
+                make = KeyRanges, partial(ChosenRows, BOTH)
+            sinks, scale = softmax.learned.sinks, softmax.scores.scale
+            return KeysAttention.apply(q, sinks, scale, make, keys, in_window, *of_entries)
 
     def _layout(
         self, x: Tensor, same: dict[str, object], mask: Mask, name: str | None
@@ -199,16 +201,6 @@ class CompressedAttention(Shared):
         rows, starts = positions(shard), torch.tensor(borders)
         document = torch.searchsorted(starts, rows, right=True) - 1
         return positions(locate(shard, held)), document, rows - starts[document]
-
-
-OutLse = tuple[Tensor, Tensor]  # (b, s, h, d), (b, s, h)
-
-
-def _merge(a: OutLse, b: OutLse) -> OutLse:
-    """The (out, lse) of the keys of both; every row has seen a key in `a`."""
-    lse = torch.logaddexp(a[1], b[1])
-    weighted = [out * torch.exp(x - lse).unsqueeze(-1) for out, x in (a, b)]
-    return weighted[0] + weighted[1], lse
 
 
 def _first_entries(ratio: int, borders: Sequence[int]) -> list[int]:
