@@ -147,7 +147,7 @@ class EmulatedStreams(Streams):
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if not self.can_pin:
             raise RuntimeError("cannot pin")
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     def copy(self, stream: Stream, source: Tensor, target: Tensor) -> None:  # type: ignore[override]
         stream.put(lambda: target.copy_(source))
@@ -239,6 +239,16 @@ def test_a_worker_needs_no_gil() -> None:
     thread.close()
     assert sleeps <= 5  # a thread of Python would have done a few tasks between two of them
     torch.testing.assert_close(outs[-1], x @ x)
+
+
+@pytest.mark.parametrize("flags", [True, False])
+def test_a_default_device_changes_nothing(flags: bool) -> None:
+    model, x = MLP(), torch.randn(1, 64)
+    device = Accelerator(RATES, EmulatedStreams(flags))
+    with torch.no_grad(), torch.device("meta"):
+        with dispatch_model(model, MEMORY, device, alpha=0.5):
+            out = model(x)
+    torch.testing.assert_close(out, MLP()(x), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("raised_by", ["next call", "report", "remove"])
@@ -428,7 +438,8 @@ def test_without_an_accelerator_the_error_names_shaped_device() -> None:
     ids=["no accelerator", "threads of Python", "workers"],
 )
 def test_measured_rates_are_finite(streams: EmulatedStreams | None) -> None:
-    rates = measure_rates(streams, torch.float32, width=512, seconds=0.02)
+    with torch.device("meta"):  # as a script's default device, which is a GPU
+        rates = measure_rates(streams, torch.float32, width=512, seconds=0.02)
     assert rates.memory < float("inf") and rates.staging < float("inf")
     assert rates.host_flops < float("inf") and rates.accelerator_flops < float("inf")
 

@@ -163,7 +163,7 @@ class Accelerator(Lanes):
                 try:
                     memory = self._memory[name] = self.pinned(nbytes)
                 except RuntimeError:
-                    return torch.empty(activation.shape, dtype=activation.dtype)
+                    return torch.empty(activation.shape, dtype=activation.dtype, device="cpu")
         return memory[:nbytes].view(activation.dtype).view(activation.shape)
 
     def wait(self, events: Sequence[Any]) -> Any:

@@ -147,7 +147,8 @@ class Lanes:
 
     def _reset_busy_seconds(self, lanes: Iterable[str]) -> None:
         with torch.inference_mode(False):  # threads without that mode add to them
-            self.busy_seconds = {lane: torch.zeros((), dtype=torch.float64) for lane in lanes}
+            zero = torch.zeros((), dtype=torch.float64, device="cpu")
+            self.busy_seconds = {lane: zero.clone() for lane in lanes}
 
 
 class ShapedDevice(Lanes):
@@ -190,7 +191,7 @@ class ShapedDevice(Lanes):
 
     def pinned(self, nbytes: int) -> Tensor:
         self.pinned_bytes += nbytes
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def place(self, tensor: Tensor) -> Tensor:
         self.bytes += tensor.nbytes

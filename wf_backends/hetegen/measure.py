@@ -66,7 +66,9 @@ def measure_rates(
         width: input and output features of a weight; None: those of WEIGHT_BYTES.
     """
     width = width or isqrt(WEIGHT_BYTES // dtype.itemsize) // WIDTH_STEP * WIDTH_STEP
-    weights = [torch.full((width, width), 1 / width, dtype=dtype) for _ in range(NUM_WEIGHTS)]
+    weights = [
+        torch.full((width, width), 1 / width, dtype=dtype, device="cpu") for _ in range(NUM_WEIGHTS)
+    ]
     device_weights = [weight.to(streams.device) for weight in weights] if streams else weights
     clock = streams.clock if streams else time.perf_counter
 
@@ -100,7 +102,7 @@ def _device(streams: Streams | None, link: float, call_seconds: float) -> Device
 
 
 def _gemm(tokens: int, weights: list[Tensor]) -> Run:
-    x = torch.randn(tokens, weights[0].shape[1]).to(weights[0])
+    x = torch.randn(tokens, weights[0].shape[1], device="cpu").to(weights[0])
     return lambda i: F.linear(x, weights[i])
 
 
@@ -151,7 +153,7 @@ def _rates_of_split_linears(
     for linear, weight in zip(linears, weights, strict=True):
         linear.weight = nn.Parameter(weight, requires_grad=False)
     model, memory = nn.Sequential(*linears), PINNED_BUFFERS * weights[0].nbytes // 4
-    x = device.place(torch.ones(1, weights[0].shape[1], dtype=weights[0].dtype))
+    x = device.place(torch.ones(1, weights[0].shape[1], dtype=weights[0].dtype, device="cpu"))
     pin_memory = "weights" if pin_weights else True
     with dispatch_model(model, {0: memory}, device, alpha=alpha, pin_memory=pin_memory) as handle:
         pass_seconds = _seconds_per_run(lambda _: model(x), 1, clock, seconds)
@@ -165,9 +167,9 @@ def _rates_of_split_linears(
 
 def measure_call(device: Device) -> tuple[float, float]:
     """(`call_seconds`, `host_call_seconds`) of `Rates`: of linears so small that all is waiting."""
-    linears = [nn.Linear(32, 32, bias=False) for _ in range(NUM_LINEARS)]
+    linears = [nn.Linear(32, 32, bias=False, device="cpu") for _ in range(NUM_LINEARS)]
     model, memory = nn.Sequential(*linears), NUM_LINEARS * linears[0].weight.nbytes // 2
-    x = device.place(torch.ones(1, 32))
+    x = device.place(torch.ones(1, 32, device="cpu"))
     with dispatch_model(model, {0: memory}, device, alpha=0.5) as handle, torch.inference_mode():
         for _ in range(5):
             model(x)

@@ -52,7 +52,7 @@ class Runner(Uncopyable):
         self, plan: Plan, weights: Sequence[HostWeight], device: Device, pinned: Sequence[Tensor]
     ) -> None:
         self._plan, self._weights, self._device = plan, weights, device
-        slab = torch.empty(plan.slab_bytes, dtype=torch.uint8)
+        slab = torch.empty(plan.slab_bytes, dtype=torch.uint8, device="cpu")
         self._slabs = [device.place(slab) for _ in range(plan.slabs)]
         self._pinned = pinned
         self._resident = [

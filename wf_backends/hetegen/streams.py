@@ -92,7 +92,7 @@ class Streams:
         return time.perf_counter()
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
 
     def copy(self, stream: torch.Stream, source: Tensor, target: Tensor) -> None:
         """Put a copy on the stream."""

@@ -145,7 +145,7 @@ class Worker {
     return true;
   }
 
-  // Runs a task; returns its error, or "". The output of a task that failed is NaN.
+  // Runs a task; returns its error, or "". The output of a task that failed is NaN, if it can be.
   std::string run(Task& task) {
     auto start = Clock::now();
     std::string error;
@@ -156,7 +156,8 @@ class Worker {
     } catch (const std::exception& raised) {
       error = raised.what();
     }
-    if (!error.empty()) task.out.fill_(std::numeric_limits<double>::quiet_NaN());
+    if (!error.empty() && task.out.is_floating_point())
+      task.out.fill_(std::numeric_limits<double>::quiet_NaN());
     *busy_seconds_.data_ptr<double>() += std::chrono::duration<double>(Clock::now() - start).count();
     return error;
   }

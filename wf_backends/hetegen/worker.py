@@ -54,7 +54,8 @@ class Worker:
     def _check_flags(self) -> None:
         """Have a stream and the thread wait for each other once; a driver may not have that."""
         stream, passed = self._streams.stream(), self._streams.event()
-        task = self.thread.multiply(torch.eye(2), torch.eye(2), torch.empty(2, 2))
+        ones = torch.ones(1, 1, device="cpu")
+        task = self.thread.multiply(ones, ones, torch.empty_like(ones))
         self.start_after(stream, task)
         self.finish_before(stream, task)
         passed.record(stream)
