@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -424,6 +425,30 @@ def test_on_cuda_every_stream_is_one_of_torch_cuda(monkeypatch: pytest.MonkeyPat
     assert type(stream) is type(current) is CudaStream and entered == [stream]
     assert stream.device == current.device == torch.device("cuda", 1)
     assert torch.equal(target, torch.ones(2))
+
+
+def test_flags_are_given_to_cudas_driver_and_its_errors_are_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
+    errors = iter([0, 0, 801])  # the last is CUDA_ERROR_NOT_SUPPORTED
+
+    def call(name: str, *args: Any) -> int:
+        calls.append((name, *(arg.value for arg in args)))
+        return next(errors)
+
+    names = ["cuStreamWriteValue64_v2", "cuStreamWaitValue64_v2"]
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    streams = Streams.__new__(Streams)
+    streams.device = torch.device("cuda", 1)
+    streams._driver = SimpleNamespace(**{name: partial(call, name) for name in names})
+    flag, stream = torch.zeros(1, dtype=torch.int64), SimpleNamespace(cuda_stream=5)
+    streams.set_flag(stream, flag, 2**40)
+    streams.wait_for_flag(stream, flag, 7)
+    with pytest.raises(RuntimeError, match="cuStreamWaitValue64_v2 .* error 801"):
+        streams.wait_for_flag(stream, flag, 7)
+    address = flag.data_ptr()
+    assert calls[:2] == [(names[0], 5, address, 2**40, 0), (names[1], 5, address, 7, 0)]
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
