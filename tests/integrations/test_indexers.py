@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
@@ -114,6 +114,22 @@ def test_a_mask_on_one_rank_alone_is_refused_on_all(name: str) -> None:
                 model(**local)
 
     run_threads(2, rank)
+
+
+def test_indexers_that_take_no_cache_are_refused_when_the_model_is_attached() -> None:
+    """Those of transformers before 5.24: they ended in a TypeError of the first forward."""
+    layer: Any = type("GlmMoeDsaAttention", (nn.Module,), {"__module__": "transformers.models.glm"})
+    model = build(FAMILIES["gemma2"])
+    model.extra = layer()
+    model.extra.indexer = nn.Identity()
+
+    def rank(comm: Any) -> None:
+        with pytest.raises(
+            NotImplementedError, match="Identity takes no `cache`.* 5.24 or newer, got"
+        ):
+            wf_transformers.attach(model, sequence_parallel(comm))
+
+    run_threads(1, rank)
 
 
 def test_a_removed_handle_leaves_the_model_as_it_was() -> None:

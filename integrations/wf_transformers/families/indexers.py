@@ -21,6 +21,7 @@ from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from wf_backends._compile import eager
@@ -153,10 +154,19 @@ its `indexer` is None in layers that see all keys."""
 
 
 def choose_over_ranks(model: nn.Module, handle: Handle) -> None:
-    """Make the indexers of a model choose from the keys of all ranks, until `handle.remove()`."""
+    """Make the indexers of a model choose from the keys of all ranks, until `handle.remove()`.
+
+    Raises:
+        NotImplementedError: for indexers of transformers before 5.24.
+    """
     for layer in model.modules():
         choice, indexer = row_of(CHOICES, layer), getattr(layer, "indexer", None)
         if choice is not None and indexer is not None:
+            if "cache" not in signature(type(indexer).forward).parameters:
+                raise NotImplementedError(
+                    f"{type(indexer).__name__} takes no `cache`, which gives it the keys of all "
+                    f"ranks: needs transformers 5.24 or newer, got {transformers.__version__}"
+                )
             forward = partial(_choose, handle.attention, choice, indexer)
             handle.set(indexer, "forward", forward)
         # A layer without an indexer may see what an earlier one has chosen.
