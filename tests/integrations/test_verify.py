@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ from wf_backends.autochunk.tiling import Tiles, tile_modules  # noqa: E402
 from wf_backends.parallel import ChannelExchange  # noqa: E402
 from wf_transformers import attach, verify  # noqa: E402
 from wf_transformers.attention.documents import Documents  # noqa: E402
-from wf_transformers.comparison.verify import Mode, Report  # noqa: E402
+from wf_transformers.comparison.verify import Mode, Report, conclude  # noqa: E402
 
 MAX_ROUNDING = 1e-5  # relative, of models in float32
 
@@ -153,6 +154,22 @@ def test_hooks_that_replace_a_custom_loss_are_refused(
     monkeypatch.setattr("wf_transformers.whole_batches.hooks.custom_loss_reason", lambda *_: None)
     with pytest.raises(NotImplementedError, match=f"{DIFFERS}: its loss is the first that differs"):
         verify_on_ranks(make_model, whole_batches=True)
+
+
+def test_the_error_names_the_rank_with_the_largest_difference() -> None:
+    """Another rank's own difference may be within the tolerance."""
+
+    def rank(comm: Any) -> str:
+        errors = [("its loss", 0.5 * comm.rank, 1e-4)]
+        comparison: Any = SimpleNamespace(
+            model=nn.Linear(1, 1), sp=sequence_parallel(comm), errors=errors, cut=True
+        )
+        with pytest.raises(NotImplementedError) as error:
+            conclude(comparison, None, "strict")
+        return str(error.value)
+
+    for message in run_threads(2, rank):
+        assert "by 5.0e-01 of its largest element on rank 1, " in message
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])

@@ -248,10 +248,11 @@ def conclude(
         return warn(f"{name} was not verified: {reason}", sp)
     if min(firsts) < NO_DIFFERENCE:
         description, error, tolerance = errors[min(min(firsts), len(errors) - 1)]
+        on_ranks = gather_small(sp.comm, torch.tensor(error, dtype=torch.float64))
         message = (
             f"{name} on {sp.size} ranks does not give what it gives on one: {description} is the "
-            f"first that differs (by {error:.1e} of its largest element on {sp.comm.me}, on "
-            f"{source}): {CAUSES}"
+            f"first that differs (by {on_ranks.max():.1e} of its largest element on "
+            f"{sp.comm.name_of(int(on_ranks.argmax()))}, on {source}): {CAUSES}"
         )
         if mode == "strict" or tolerance == TOLERANCE:
             raise NotImplementedError(message)
