@@ -81,13 +81,8 @@ class KeysAttention(torch.autograd.Function):
         out = q.new_empty(*q.shape[:3], value_dim)
         lse = q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
         for rows in _blocks(readers, q):
-            parts, into = [_Part(x, q, rows, scale) for x in readers], lse[:, rows]
-            addends = [x.scores.logsumexp(-1).view(into.shape) for x in parts]
-            addends += [] if sinks is None else [sinks.to(lse.dtype).expand_as(into)]
-            total = reduce(torch.logaddexp, addends)
-            into.copy_(total.masked_fill(total == -inf, 0.0))  # no key, no sink: weights of 0
-            outs = [(x.weights(into) @ x.values).view(*into.shape, -1) for x in parts]
-            out[:, rows] = reduce(torch.add, outs)
+            parts = (_Part(x, q[:, rows], rows, scale) for x in readers)
+            out[:, rows], lse[:, rows] = _attend([*parts], sinks)
         ctx.save_for_backward(q, sinks, lse, *tables)
         ctx.scale, ctx.make = scale, make
         return out
@@ -100,11 +95,9 @@ class KeysAttention(torch.autograd.Function):
         dq, delta = torch.empty_like(q), torch.empty_like(lse)
         grads = [torch.zeros_like(table, dtype=lse.dtype) for table in tables[::2]]
         for rows in _blocks(readers, q):
-            parts, into = [_Part(x, q, rows, ctx.scale) for x in readers], delta[:, rows]
-            products = [x.start_backward(dout[:, rows], lse[:, rows]) for x in parts]
-            into.copy_(reduce(torch.add, [x.view(into.shape) for x in products]))
-            dqs = [x.finish_backward(into, grad) for x, grad in zip(parts, grads, strict=True)]
-            dq[:, rows] = reduce(torch.add, [x.view(*into.shape, -1) for x in dqs])
+            parts = (_Part(x, q[:, rows], rows, ctx.scale) for x in readers)
+            of_rows = dout[:, rows], lse[:, rows]
+            dq[:, rows], delta[:, rows] = _differentiate([*parts], *of_rows, grads)
         dtables = (x.to(table.dtype) for x, table in zip(grads, tables[::2], strict=True))
         dsinks = None if sinks is None else sinks_grad(sinks, lse.transpose(0, 1), delta)
         return dq, dsinks, None, None, *(x for dtable in dtables for x in (dtable, None))
@@ -114,39 +107,67 @@ class _Part:
     """What one reader reads for a block of rows, and the scores."""
 
     def __init__(self, reader: Reader, q: Tensor, rows: slice, scale: float) -> None:
-        self._read, self._scale = reader.read(rows), scale
+        self._read, self._scale, self._shape = reader.read(rows), scale, q.shape[:3]
         self._columns = reader.columns
-        self._keys, self.values = (self._read.rows[..., x] for x in reader.columns)
-        self._queries = self._fold(q[:, rows])
-        self.scores = (self._queries @ self._keys.mT).mul_(scale)
-        """(b, N, g, M, t); -inf where a row does not see a key."""
-        hidden, (batch, num_rows, num_heads, _) = self._read.hidden, q[:, rows].shape
+        self._keys, self._values = (self._read.rows[..., x] for x in reader.columns)
+        self._queries = self._fold(q)
+        self._scores = (self._queries @ self._keys.mT).mul_(scale)  # b N g M t
+        hidden, (batch, num_rows, num_heads, _) = self._read.hidden, q.shape
         shape = batch, num_rows, hidden.shape[2], num_heads // hidden.shape[2], hidden.shape[-1]
-        self.scores.view(shape).masked_fill_(hidden, -inf)
+        self._scores.view(shape).masked_fill_(hidden, -inf)
 
-    def weights(self, lse: Tensor) -> Tensor:
-        """The softmax of the scores, in their place; lse (b, n, h)."""
-        return self.scores.sub_(self._fold(lse.unsqueeze(-1))).exp_()
+    def lse(self) -> Tensor:
+        """(b, n, h)"""
+        return self._unfold(self._scores.logsumexp(-1))
+
+    def out(self, lse: Tensor) -> Tensor:
+        """(b, n, h, e), of these keys; lse (b, n, h) of all."""
+        return self._unfold(self._weights(lse) @ self._values)
 
     def start_backward(self, dout: Tensor, lse: Tensor) -> Tensor:
-        """(b, N, g, M): sum of p dp over the keys; over all keys it is rowsum(dout * out)."""
-        self._dout, self._p = self._fold(dout), self.weights(lse)
-        self._dp = self._dout @ self.values.mT
-        return (self._p * self._dp).sum(-1)
+        """(b, n, h): sum of p dp over these keys; over all keys it is rowsum(dout * out)."""
+        self._dout, self._p = self._fold(dout), self._weights(lse)
+        self._dp = self._dout @ self._values.mT
+        return self._unfold((self._p * self._dp).sum(-1))
 
     def finish_backward(self, delta: Tensor, dtable: Tensor) -> Tensor:
-        """dq (b, N, g, M, d); adds to the gradient of the table. delta (b, n, h)."""
+        """dq (b, n, h, d), of these keys; adds to the gradient of the table. delta (b, n, h)."""
         dscores = self._dp.sub_(self._fold(delta.unsqueeze(-1))).mul_(self._p).mul_(self._scale)
         drows = torch.zeros_like(self._read.rows)
         drows[..., self._columns.key] += dscores.mT @ self._queries
         drows[..., self._columns.value] += self._p.mT @ self._dout
         self._read.add_grad(dtable, drows)
-        return dscores @ self._keys
+        return self._unfold(dscores @ self._keys)
+
+    def _weights(self, lse: Tensor) -> Tensor:
+        """The softmax of the scores, in their place."""
+        return self._scores.sub_(self._fold(lse.unsqueeze(-1))).exp_()
 
     def _fold(self, x: Tensor) -> Tensor:
         """(b, n, h, ...) -> (b, N, g, M, ...), in the accumulator's dtype."""
         rows = self._read.rows
         return x.to(rows.dtype).reshape(*rows.shape[:3], -1, x.shape[-1])
+
+    def _unfold(self, x: Tensor) -> Tensor:
+        return x.reshape(*self._shape, *x.shape[4:])
+
+
+def _attend(parts: Sequence[_Part], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out (b, n, h, e), and lse (b, n, h), or 0 in rows without keys and sinks: weights of 0."""
+    lse = reduce(torch.logaddexp, [x.lse() for x in parts])
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(lse.dtype))
+    lse = lse.masked_fill(lse == -inf, 0.0)
+    return reduce(torch.add, [x.out(lse) for x in parts]), lse
+
+
+def _differentiate(
+    parts: Sequence[_Part], dout: Tensor, lse: Tensor, dtables: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """dq (b, n, h, d), and rowsum(dout * out) (b, n, h); adds to the gradients of the tables."""
+    delta = reduce(torch.add, [x.start_backward(dout, lse) for x in parts])
+    pairs = zip(parts, dtables, strict=True)
+    return reduce(torch.add, [x.finish_backward(delta, dtable) for x, dtable in pairs]), delta
 
 
 def _readers(make: Sequence[MakeReader], tables: Sequence[Tensor], q: Tensor) -> list[Reader]:
