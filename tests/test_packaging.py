@@ -79,5 +79,5 @@ def test_a_wheel_built_from_a_clone_has_all_packages(tmp_path: Path) -> None:
     packed = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     names = {name.removeprefix("integrations/") for name in files}
     names = {name for name in names if name.startswith("wf_")}
-    assert packed == {name for name in names if name.endswith((".py", "/py.typed"))}
+    assert packed == {name for name in names if name.endswith((".py", ".cpp", "/py.typed"))}
     assert {f"{name.split('/')[0]}/py.typed" for name in names} <= packed
