@@ -6,6 +6,7 @@ import itertools
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -99,6 +100,18 @@ def test_a_report_may_be_read_while_another_thread_calls_the_model() -> None:
         finally:
             done.set()
             join([thread])
+
+
+def test_a_report_of_another_thread_may_come_as_soon_as_the_first_pass_is_there() -> None:
+    class Reported(deque[Any]):
+        def append(self, item: Any) -> None:
+            super().append(item)
+            assert handle.report()["decode"]["passes"] >= 0
+
+    with dispatch_model(MLP(), MLP_SPLIT, fast_device()) as handle, torch.no_grad():
+        assert handle._runner is not None
+        handle._runner.record._passes = Reported()
+        handle.model(torch.randn(1, 64))
 
 
 class PausedMLP(nn.Module):

@@ -210,9 +210,10 @@ class Record:
     def add_call(self, phase: Phase, begins_pass: bool, start: Moment, end: Moment) -> None:
         """Keep a call's start and end."""
         if begins_pass or not self._passes:
+            # Before the pass is there, which another thread may report.
+            self._start = start if self._start is None else self._start
             self._passes.append((phase, [start, end]))
             self._num_passes[phase] += 1
-            self._start = start if self._start is None else self._start
         else:
             self._passes[-1][1].extend((start, end))
 
