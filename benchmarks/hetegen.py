@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/hetegen.py --out benchmarks/results/hetegen.md
 
 Median seconds of a decoding pass. A shaped device has real tensors, and a thread for each lane that
-works no faster than a given rate in bytes per second. The time between linears ("call") is measured
-in an earlier run of HeteGen: no prediction uses times of the run that it predicts. Parts: grid,
-cores.
+works no faster than a given rate in bytes per second. HeteGen runs three times. Each prediction has
+the time between linears ("call") of the run before: none uses times of the run that it predicts.
+Parts: grid, cores.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from wf_backends.hetegen import ShapedDevice, dispatch_model
 
 PROMPT = 4
 CALL_SECONDS = 3e-4  # assumed in a setting's first plan, whose run measures them
+ROUNDS = 3  # of HeteGen: the one with the median ratio of measured and predicted is shown
 HEADLINE_RATIO = 3.17  # host rate / link rate at which HeteGen is 317 % faster than streaming
 ABOUT = """\
 The output of `OMP_NUM_THREADS=1 python benchmarks/hetegen.py`: median seconds of a decoding pass.
 In the grid, three threads with given rates stand for the link, the host and the accelerator. The
-first row has the rates for which the law predicts +317 % over streaming. The time between two
-linears of the model ("call") is measured in an earlier run of the same plan, before the prediction.
-In the second lab no rate is imposed: one thread copies and stands for the accelerator, the other is
-the host.
+first row has the rates for which the law predicts +317 % over streaming. HeteGen runs three times,
+each predicted with the time between two linears ("call") of the run before; shown is the one with
+the median of measured / predicted. In the second lab no rate is imposed: one thread copies and
+stands for the accelerator, the other is the host.
 """
 TITLES = {"grid": "Grid", "cores": "Two threads on two cores"}
 CONFIGS = {
@@ -77,12 +78,20 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of a decoding pass, and the mean share of the host (alpha)."""
+    """Seconds of a decoding pass, and the mean share of the host (alpha).
+
+    call: between two linears. predicted_call: the one of the prediction.
+    """
 
     measured: float
     predicted: float
     call: float
+    predicted_call: float
     alpha: float
+
+    @property
+    def ratio(self) -> float:
+        return self.measured / self.predicted
 
 
 def main() -> None:
@@ -154,18 +163,16 @@ def grid_table(tokens: int, max_rows: int | None) -> None:
     slowdowns: list[float] = []  # HeteGen / the better of streaming and host
     for setting in settings()[:max_rows]:
         model = models[setting.model]
-        call = decode(model, setting, CALL_SECONDS, tokens, "auto").call
-        ours = decode(model, setting, call, tokens, "auto")
-        streaming = decode(model, setting, call, tokens, 0.0)
-        host = decode(model, setting, call, tokens, 1.0)
-        ratio = ours.measured / ours.predicted
-        errors.append(abs(ratio - 1))
+        ours = hetegen(model, setting, tokens)
+        streaming = decode(model, setting, ours.call, tokens, 0.0)
+        host = decode(model, setting, ours.call, tokens, 1.0)
+        errors.append(abs(ours.ratio - 1))
         slowdowns.append(ours.measured / min(streaming.measured, host.measured))
         megabytes = [rate / 1e6 for rate in (setting.link, setting.host, setting.accelerator)]
         cells = [setting.model, setting.batch, ", ".join(f"{rate:.0f}" for rate in megabytes)]
-        cells += [f"{100 * setting.memory:.0f} %", f"{1e3 * call:.2f}"]
+        cells += [f"{100 * setting.memory:.0f} %", f"{1e3 * ours.predicted_call:.2f}"]
         cells += [f"{ours.alpha:.2f}", f"{ours.predicted:.4f}", f"{ours.measured:.4f}"]
-        cells += [f"{ratio:.3f}", f"{streaming.measured:.4f}", f"{host.measured:.4f}"]
+        cells += [f"{ours.ratio:.3f}", f"{streaming.measured:.4f}", f"{host.measured:.4f}"]
         gain = streaming.measured / ours.measured - 1
         print_row(*cells, f"{slowdowns[-1]:.2f}", f"{100 * gain:+.0f} %")
     print(
@@ -173,6 +180,16 @@ def grid_table(tokens: int, max_rows: int | None) -> None:
         f"{sum(error <= 0.1 for error in errors)} within 10 %; at most {max(slowdowns):.2f} "
         "of the better of streaming and the host alone"
     )
+
+
+def hetegen(model: nn.Module, setting: Setting, tokens: int) -> Measured:
+    """The median of some runs, each of which is predicted with the call of the run before."""
+    call = decode(model, setting, CALL_SECONDS, tokens, "auto").call
+    rounds: list[Measured] = []
+    for _ in range(ROUNDS):
+        rounds.append(decode(model, setting, call, tokens, "auto"))
+        call = rounds[-1].call
+    return sorted(rounds, key=lambda run: run.ratio)[ROUNDS // 2]
 
 
 def decode(
@@ -192,6 +209,7 @@ def decode(
         report["measured_seconds"],
         report["predicted_seconds"],
         report["call_seconds"],
+        call_seconds,
         sum(alphas) / len(alphas),
     )
 
