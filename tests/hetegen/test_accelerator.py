@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 import time
 from collections import Counter
@@ -253,13 +254,16 @@ def test_a_default_device_changes_nothing(flags: bool) -> None:
 
 
 @pytest.mark.parametrize("raised_by", ["next call", "report", "remove"])
-def test_an_error_of_a_worker_makes_nan_and_is_raised_by_what_comes_next(raised_by: str) -> None:
+def test_an_error_of_a_worker_makes_nan_and_is_raised_by_what_comes_next(
+    raised_by: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     model, device = MLP(), Accelerator(RATES, EmulatedStreams(flags=True))
     handle = dispatch_model(model, MEMORY, device, alpha=0.5)
     ids, out = torch.tensor([1, 99]), torch.zeros(2, 3)
     with torch.no_grad():
         device.wait([device.compute_on_host("look_up", torch.ones(4, 3), ids, out, 8)])
         assert out.isnan().all()
+        assert re.search("are NaN.* will raise: index out of range", capfd.readouterr().err)
         with pytest.raises(RuntimeError, match="index out of range"):
             if raised_by == "next call":
                 model(torch.randn(1, 64))

@@ -145,7 +145,8 @@ class Worker {
     return true;
   }
 
-  // Runs a task; returns its error, or "". The output of a task that failed is NaN, if it can be.
+  // Runs a task; returns its error, or "". The output of a task that failed is NaN, if it can be,
+  // and stderr says so at once: the caller may be reading outputs, and call nothing more.
   std::string run(Task& task) {
     auto start = Clock::now();
     std::string error;
@@ -156,8 +157,11 @@ class Worker {
     } catch (const std::exception& raised) {
       error = raised.what();
     }
-    if (!error.empty() && task.out.is_floating_point())
-      task.out.fill_(std::numeric_limits<double>::quiet_NaN());
+    if (!error.empty()) {
+      if (task.out.is_floating_point()) task.out.fill_(std::numeric_limits<double>::quiet_NaN());
+      TORCH_WARN("HeteGen: rows of a split weight are NaN. A call of the model, report() or "
+                 "remove() will raise: ", error);
+    }
     *busy_seconds_.data_ptr<double>() += std::chrono::duration<double>(Clock::now() - start).count();
     return error;
   }
