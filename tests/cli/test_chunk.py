@@ -101,10 +101,12 @@ def test_a_sequence_that_does_not_fit_is_answered_with_the_longest(wallfacer, fo
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 64}
 
 
-def test_the_longest_sequence_has_at_most_the_learned_positions(wallfacer_json, folder) -> None:
+def test_the_longest_sequence_has_at_most_the_learned_positions(wallfacer, folder) -> None:
     transformers.GPT2Config(**SMALL, n_positions=2048).save_pretrained(folder)
-    args = ("--seqlen", "64", "--max-memory", "1GB", "--longest")
-    assert wallfacer_json("chunk", "--model", folder, *args)["longest_sequence"] == 2048
+    args = ("--seqlen", "64", "--max-memory", "1GB", "--longest", "--json")
+    _, out, err = wallfacer("chunk", "--model", folder, *args)
+    assert json.loads(out)["longest_sequence"] == 2048
+    assert "not 3072 tokens: --seqlen 3072: GPT2LMHeadModel has 2048 positions" in err
 
 
 @pytest.mark.parametrize(

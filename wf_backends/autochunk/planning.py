@@ -56,6 +56,15 @@ class Planned:
     def after(self) -> Profile:
         return self.lowered.profile if self.plan.regions else self.before
 
+    @staticmethod
+    def by_module(profile: Profile) -> dict[str, int]:
+        """Module path, with * for numbers -> the most live bytes at one of its operators."""
+        peaks: dict[str, int] = {}
+        for path, nbytes in profile:
+            pattern = ".".join("*" if part.isdigit() else part for part in path.split("."))
+            peaks[pattern] = max(nbytes, peaks.get(pattern, 0))
+        return peaks
+
 
 def find_plan(
     model: nn.Module,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated
@@ -51,25 +50,32 @@ def chunk(
         wallfacer chunk --model ./llama --seqlen 65536 --max-memory 8GB
     """
     check_range(1, seqlen=seqlen, batch=batch)
-    positive("--batch times --seqlen", batch * seqlen, MAX_TOKENS)
     check_range(0, layers=layers)
     memory = _memory(max_memory)
     budget = checked_budget(memory, max_slowdown)
     if find_longest and not isinstance(budget.memory, int):
         raise ValueError("--longest needs --max-memory as a size, such as 8GB")
 
+    limits: list[str] = []  # why lengths are too long, if it is not the budget; the shortest last
+
     def make_profiles(tokens: int, num_layers: int | None) -> Profiles:
+        positive("--batch times --seqlen", batch * tokens, MAX_TOKENS)
         arguments = model, tokens, batch, attention, num_layers
         skeleton, inputs = call_reader(SKELETONS, "chunk", *arguments)
         return memory_profiles(skeleton, inputs, memory, max_slowdown, None if measure else Rates())
 
     def fits(tokens: int) -> bool:
-        with suppress(ValueError):  # the budget, or the model's positions, are too few
+        try:
             make_profiles(tokens, layers or None)  # the peak is that of one layer of some kind
             return True
-        return False
+        except ValueError as error:
+            if not isinstance(error, BudgetError):
+                limits.append(f"not {tokens} tokens: {error}")
+            return False
 
     max_seqlen = longest(fits, TOKEN_STEP) if find_longest else None
+    for reason in limits[-1:]:
+        print(reason, file=sys.stderr)
     try:
         profiles = make_profiles(seqlen, layers)
     except BudgetError as error:
@@ -100,7 +106,7 @@ def _memory(text: str) -> str | float | None:
 
 def _table(profiles: Profiles) -> Table:
     """The peak bytes within each module; equal modules of different layers share a row."""
-    before, after = _peaks_by_module(profiles.before), _peaks_by_module(profiles.after)
+    before, after = map(profiles.by_module, (profiles.before, profiles.after))
     rows = [
         {
             "module": path or "the model",
@@ -110,12 +116,3 @@ def _table(profiles: Profiles) -> Table:
         for path in sorted(before, key=before.__getitem__, reverse=True)[:MAX_ROWS]
     ]
     return table_of("live activations, MiB", rows, box=None)
-
-
-def _peaks_by_module(profile: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """Module path, with * for numbers -> the most live bytes at one of its operators."""
-    peaks: dict[str, int] = {}
-    for path, nbytes in profile:
-        pattern = ".".join("*" if part.isdigit() else part for part in path.split("."))
-        peaks[pattern] = max(nbytes, peaks.get(pattern, 0))
-    return peaks
