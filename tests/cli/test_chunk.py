@@ -19,7 +19,7 @@ from tests.autochunk.helpers import measured_peak, relative_error  # noqa: E402
 from wf_backends.autochunk import BudgetError, ChunkPlan, autochunk  # noqa: E402
 from wf_backends.cli import chunk as command  # noqa: E402
 from wf_backends.cli import readers  # noqa: E402
-from wf_transformers.folders.skeleton import keep_layers, skeleton  # noqa: E402
+from wf_transformers.folders.skeleton import keep_layers, layers_of_all_kinds, skeleton  # noqa: E402
 
 LONGEST = 4096 if transformers.__version__ >= "5" else 3072
 """Of one layer in 250 MB; the same on every machine, by the rates of a GPU."""
@@ -117,8 +117,9 @@ def test_the_longest_sequence_has_at_most_the_learned_positions(wallfacer, folde
         (transformers.ViTConfig(), "ViTModel takes pixel_values"),
         (transformers.ResNetConfig(), "ResNetModel takes pixel_values"),
         (transformers.MambaConfig(), "MambaForCausalLM has no attention 'sdpa'"),
+        (transformers.AlignConfig(), "no class for AlignTextConfig (model_type 'align_text_model'"),
     ],
-    ids=["gpt2", "opt", "vit", "resnet", "mamba"],
+    ids=["gpt2", "opt", "vit", "resnet", "mamba", "align"],
 )
 def test_a_model_that_cannot_take_the_tokens_is_refused(
     wallfacer, folder: str, config, message: str
@@ -233,6 +234,9 @@ def test_the_first_layers_share_no_more_caches_than_in_the_whole_model() -> None
     assert shared == [0, 2]
     with pytest.raises(NotImplementedError, match="PretrainedConfig|PreTrainedConfig"):
         keep_layers(transformers.PretrainedConfig(), 1)  # as Blt's
+    model = torch.nn.Module()
+    model.config = transformers.PretrainedConfig()
+    assert layers_of_all_kinds(model) == 0  # all
 
 
 def test_a_prefill_has_no_cache_where_the_forward_passes_the_argument_on(folder: str) -> None:
@@ -359,6 +363,7 @@ def test_an_error_of_transformers_names_the_model(wallfacer, folder: str) -> Non
     change_config(folder, num_attention_heads=0)
     code, _, err = wallfacer("chunk", "--model", folder, "--seqlen", "8")
     assert code == 2 and f"wallfacer: --model {folder}: ZeroDivisionError: " in err
+    assert "LlamaForCausalLM (model_type 'llama', transformers" in err
 
 
 def test_a_folder_without_a_model_is_refused(wallfacer, tmp_path: Path) -> None:

@@ -129,8 +129,9 @@ def _hub_answers() -> bool:
 
 
 @contextmanager
-def refused_by_name(name: str | Path) -> Iterator[None]:
-    """Turn what transformers raises for a model's files into a ValueError of one line with `name`.
+def refused_by_name(name: str | Path, advice: str = "") -> Iterator[None]:
+    """Turn what transformers raises for a model's files into a ValueError of one line with `name`,
+    and with `advice` behind it.
 
     transformers does not check the values of a config: a wrong value may raise any error.
     """
@@ -149,7 +150,7 @@ def refused_by_name(name: str | Path) -> Iterator[None]:
             prefix = "there is no such folder, and as a name on the Hub: "
         joined = re.sub(r":\n\s+", ": ", str(error).strip())  # a validator's error, and its cause
         first_line = joined.partition("\n")[0]
-        raise ValueError(f"--model {name}: {prefix}{first_line}") from error
+        raise ValueError(f"--model {name}: {prefix}{first_line}{advice}") from error
 
 
 def has_causal_model(config: Any) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import __version__
+from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 
 from wf_backends._validation import one_of
@@ -50,12 +52,19 @@ def skeleton(
     config = next(filter(has_causal_model, (text_config, whole_config)), text_config)
     is_decoder = has_causal_model(config) and not config.is_encoder_decoder
     auto_class = AutoModelForCausalLM if is_decoder else AutoModel
+    advice = "build the model in Python and call wf_backends.autochunk.memory_profiles"
+    kind = f"(model_type {config.model_type!r}, transformers {__version__})"
     with refused_by_name(folder):
-        _check_class(auto_class._model_mapping[type(config)], attention)
+        if type(config) not in auto_class._model_mapping:
+            name = type(config).__name__
+            raise ValueError(f"{auto_class.__name__} has no class for {name} {kind}; {advice}")
+        model_class: Any = _get_model_class(config, auto_class._model_mapping)
+        _check_class(model_class, attention)
     if layers:
         keep_layers(text_config, layers)
     dtype = getattr(text_config, DTYPE) or getattr(whole_config, DTYPE) or torch.float32
-    with refused_by_name(folder), torch.device("meta"), no_init_weights():
+    advice = f", while {model_class.__name__} {kind} was built: complete config.json, or {advice}"
+    with refused_by_name(folder, advice), torch.device("meta"), no_init_weights():
         # not on fake tensors, which code that converts modules while it builds them cannot swap
         kwargs = {"attn_implementation": attention, DTYPE: dtype}
         model = auto_class.from_config(config, **kwargs)
@@ -66,7 +75,7 @@ def skeleton(
         check_positions(f"--seqlen {seqlen}", model, seqlen)
         inputs: dict[str, Any] = {"input_ids": torch.zeros(batch, seqlen, dtype=torch.long)}
     if layers is None:
-        return skeleton(folder, seqlen, batch, attention, _layers_of_all_kinds(model))
+        return skeleton(folder, seqlen, batch, attention, layers_of_all_kinds(model))
     parameters = inspect.signature(model.forward).parameters
     names = {*parameters}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -90,11 +99,14 @@ def keep_layers(config: Any, layers: int) -> None:
         setattr(config, SHARED_CACHES, max(0, layers - (count - shared)))
 
 
-def _layers_of_all_kinds(model: Any) -> int:
-    """How many of the first layers have all kinds of layers among them; at least two."""
-    count = 2
+def layers_of_all_kinds(model: Any) -> int:
+    """How many of the first layers have all kinds of layers among them; at least two. 0, which is
+    all, if the config does not say how many there are."""
+    count, num_layers = 2, getattr(model.config, "num_hidden_layers", None)
+    if num_layers is None:
+        return 0
     for stack in model.modules():
-        if isinstance(stack, nn.ModuleList) and len(stack) == model.config.num_hidden_layers:
+        if isinstance(stack, nn.ModuleList) and len(stack) == num_layers:
             kinds = list(map(_kind, stack))
             count = max(count, *(kinds.index(kind) + 1 for kind in kinds))
     return count

@@ -36,7 +36,8 @@ def as_capture_errors(model: nn.Module, what: str) -> Iterator[None]:
 def _reason(error: Exception) -> str:
     """The first line of an error, and where in the model's code it arose."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
+    name = type(error).__name__
+    first = f"{name}: {error}" if isinstance(error, KeyError) else lines[0] if lines else name
     places = [line for line in lines if line.startswith("File ") or "model code" in line]
     where = places[0] if places else _line_of_model(error)
     return f"{first} {where}".rstrip()
