@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tests.autochunk.helpers import ANY_SLOWDOWN, relative_error
 from wf_backends.autochunk import autochunk
@@ -77,6 +78,16 @@ def test_changed_submodule_is_used(change: str) -> None:
     CHANGES[change](model)
     with torch.no_grad():
         torch.testing.assert_close(chunked(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+def test_hooks_of_all_modules_see_no_module_inside_and_a_warning_says_so() -> None:
+    """As those of torch's FlopCounterMode."""
+    x, seen = torch.randn(1, 128, WIDTH), list[type]()
+    chunked = autochunk(Attention().eval(), (x,), max_memory=0.5, max_slowdown=ANY_SLOWDOWN)
+    hook = register_module_forward_pre_hook(lambda module, _: seen.append(type(module)))
+    with hook, torch.no_grad(), pytest.warns(UserWarning, match="hooks of all modules"):
+        chunked(x)
+    assert Attention in seen and nn.Linear not in seen
 
 
 def test_weights_that_are_no_longer_tied_are_read_from_both_modules() -> None:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 from torch.utils import _pytree as pytree
 
 from wf_backends._validation import of_type
@@ -159,6 +160,11 @@ class ChunkedForward:
         plan = planned.plan
         if not plan.regions and not plan.saved:  # a graph alone may save, too: it frees sooner
             return run_whole(*args, **kwargs)
+        if has_global_hooks():
+            self._warn(
+                "hooks of all modules (torch.nn.modules.module.register_module_forward_hook and "
+                "the like) do not see the modules inside a chunked model"
+            )
         assert weights is not None
         outputs = planned.lowered.module(*weights, *leaves)
         output, filled = pytree.tree_unflatten(outputs, planned.captured.output_spec)
