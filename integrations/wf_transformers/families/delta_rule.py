@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wf_transformers.families.shares import (
+    Cuts,
     Mixer,
     Replacement,
     Share,
@@ -68,25 +70,25 @@ class DeltaRule(Mixer):
         return torch.cat(projected, dim=-1), None
 
     def share(self, layer: Any, rank: int, size: int) -> Share:
-        heads = rank_range("key heads", layer.num_k_heads, rank, size)
-        inputs, convolved, values, value_heads = self._selected(layer, heads)
-        cuts = cut_first_dim("conv1d.weight", convolved)
-        cuts |= cut_first_dim("dt_bias A_log", value_heads)
-        attributes = {
+        heads = rank_range("key heads", self.num_heads(layer), rank, size)
+        kinds = (" ".join(self.projections.values()), "key key values", "values", "r")
+        inputs, convolved, values, value_heads = (self.features(layer, heads, x) for x in kinds)
+        cuts, sizes = self.of_heads(layer, heads, values, value_heads)
+        cuts |= cut_first_dim("conv1d.weight", convolved)
+        return Share(inputs, values, cuts, sizes | {"conv_dim": len(convolved)})
+
+    def of_heads(
+        self, layer: Any, heads: Tensor, values: Tensor, value_heads: Tensor
+    ) -> tuple[Cuts, dict[str, Any]]:
+        """The cuts and sizes of a share with these key heads, besides those of the convolution;
+        `values` are the features of the heads' values."""
+        sizes = {
             "num_k_heads": len(heads),
             "num_v_heads": len(value_heads),
             "key_dim": len(heads) * layer.head_k_dim,
             "value_dim": len(values),
-            "conv_dim": len(convolved),
         }
-        return Share(inputs, values, cuts, attributes)
-
-    def _selected(self, layer: Any, heads: Tensor) -> list[Tensor]:
-        """Of these heads the features of all projections, of the convolution (q, k and v) and of
-        the values, and their value heads."""
-        of_projections = " ".join(self.projections.values())
-        kinds = (of_projections, "key key values", "values", "r")
-        return [self.features(layer, heads, x) for x in kinds]
+        return cut_first_dim("dt_bias A_log", value_heads), sizes
 
     def replacements(self, layer: Any, share: Share) -> dict[str, nn.Module]:
         widths, modules = self.widths(layer), dict[str, nn.Module]()
@@ -112,40 +114,43 @@ class KimiDelta(DeltaRule):
     def widths(self, layer: Any) -> dict[str, int]:
         return {"key": layer.head_dim, "values": layer.head_dim, "r": 1}
 
-    def share(self, layer: Any, rank: int, size: int) -> Share:
-        heads = rank_range("heads", layer.num_heads, rank, size)
-        inputs, convolved, channels, _ = self._selected(layer, heads)
-        cuts = cut_first_dim("conv1d.weight", convolved)
-        cuts |= cut_first_dim("forget_gate.dt_bias", channels)
+    def of_heads(
+        self, layer: Any, heads: Tensor, values: Tensor, value_heads: Tensor
+    ) -> tuple[Cuts, dict[str, Any]]:
+        cuts = cut_first_dim("forget_gate.dt_bias", values)
         cuts |= {"forget_gate.A_log": (layer.forget_gate.A_log.shape.index(layer.num_heads), heads)}
-        attributes = {
-            "num_heads": len(heads),
-            "forget_gate.num_heads": len(heads),
-            "qkv_dim": len(channels),
-            "conv_dim": len(convolved),
-        }
-        return Share(inputs, channels, cuts, attributes)
+        sizes = dict.fromkeys(("num_heads", "forget_gate.num_heads"), len(heads))
+        return cuts, sizes | {"qkv_dim": len(values)}
 
 
-QWEN3_NEXT = DeltaRule({"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"})
-QWEN3_5 = DeltaRule(
-    {
-        "in_proj_qkv": "key key values",
-        "in_proj_z": "values",
-        "in_proj_b": "r",
-        "in_proj_a": "r",
-    }
-)
-_O = {"norm": "o_norm", "out": "o_proj"}
 _QKV = {"q_proj": "key", "k_proj": "key", "v_proj": "values"}
-OLMO_HYBRID = DeltaRule({**_QKV, "a_proj": "r", "b_proj": "r", "g_proj": "values"}, **_O)
-_KIMI = {**_QKV, "b_proj": "r"}
-KIMI_LINEAR = KimiDelta(
+_O = {"norm": "o_norm", "out": "o_proj"}
+_QWEN3_5 = DeltaRule(
+    {"in_proj_qkv": "key key values", "in_proj_z": "values", "in_proj_b": "r", "in_proj_a": "r"}
+)
+_KIMI_LINEAR = KimiDelta(
     {
-        **_KIMI,
+        **_QKV,
+        "b_proj": "r",
         "forget_gate.f_a_proj forget_gate.f_b_proj": "key",
         "g_a_proj g_b_proj": "values",
     },
     **_O,
 )
-BAILING_HYBRID = KimiDelta({**_KIMI, "forget_gate.f_proj": "key", "g_proj": "values"}, **_O)
+DELTA_RULES: Mapping[str, DeltaRule] = MappingProxyType(
+    {
+        "Qwen3NextGatedDeltaNet": DeltaRule({"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"}),
+        "Qwen3_5GatedDeltaNet": _QWEN3_5,
+        "Qwen3_5MoeGatedDeltaNet": _QWEN3_5,
+        "LaraMiniGatedDeltaNet": _QWEN3_5,
+        "OlmoHybridGatedDeltaNet": DeltaRule(
+            {**_QKV, "a_proj": "r", "b_proj": "r", "g_proj": "values"}, **_O
+        ),
+        "KimiLinearDeltaAttention": _KIMI_LINEAR,
+        "Glm5NextTextLinearAttention": _KIMI_LINEAR,
+        "BailingHybridDeltaAttention": KimiDelta(
+            {**_QKV, "b_proj": "r", "forget_gate.f_proj": "key", "g_proj": "values"}, **_O
+        ),
+    }
+)
+"""By the name of a class of transformers."""

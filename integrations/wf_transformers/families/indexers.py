@@ -138,13 +138,11 @@ def _call(indexer: Any, call: Kwargs) -> Tensor:
 
 CHOICES: Mapping[str, Choice] = MappingProxyType(
     {
-        "DeepseekV32Attention": _best_keys,
-        "GlmMoeDsaAttention": _best_keys,
-        "AXK2Attention": _best_keys,
-        "HYV4Attention": _best_keys,
-        "HYV4VLAttention": _best_keys,
-        "Dots3NoteTextAttention": _best_keys,
-        "MistralLarge4TextAttention": _best_keys,
+        **dict.fromkeys(
+            "DeepseekV32Attention GlmMoeDsaAttention AXK2Attention HYV4Attention HYV4VLAttention "
+            "Dots3NoteTextAttention MistralLarge4TextAttention".split(),
+            _best_keys,
+        ),
         "Glm5NextTextAttention": _best_pools,
         "MiniMaxM3VLAttention": _best_blocks,
     }

@@ -103,22 +103,17 @@ LINES = tuple(replace(x, count=by_lines) for x in (IMAGES, VIDEOS))
 GLM = Media((IMAGES,), ("visual",), rope=True)
 """Its videos have the tokens of images."""
 PICTURES = replace(TILES, count=by_pixels, others=("image_sizes",))
-LLAVA = Media((PICTURES,), TOWER)
-TILED = Media((TILES,), TOWER)
 PACKED = replace(
     TILES, features="pack_image_features", count=packed, others=("image_sizes", NUMBERS)
 )
 ONEVISION = Media((PACKED, CLIPS) if HAS_INNER else (PACKED,), TOWER)
 """In transformers 4 the method for videos gives no features."""
 PADDED = replace(TILES, others=("pixel_attention_mask",), by_sample=True)
-IDEFICS = Media((PADDED,), ("vision_model", "connector"))
 SHAPED = replace(TILES, count=by_shapes, others=(SHAPES, "pixel_attention_mask"))
 HEARD = replace(SOUNDS, count=by_frames, others=(FRAMES,))
 LISTENED = replace(HEARD, features=MERGE_SOUNDS)
 OMNI = Media((HEARD, IMAGES, VIDEOS), ("audio_tower", "visual"), rope=True)
 DOTS3 = (IMAGES, VIDEOS, replace(SOUNDS, count=by_chunks, others=(SAMPLES,)))
-PADDLE = Media((IMAGES,), ("visual", "projector"), rope=True, one_by_one=True)
-LIGHT_ON = Media((PICTURES,), ("vision_encoder", "vision_projection"))
 POSED = ("video_position_ids", FRAME_NUMBERS)
 GEMMA4 = Media(
     (
@@ -131,56 +126,37 @@ GEMMA4 = Media(
     TYPES,
     in_windows=True,
 )
-TABLE: Mapping[str, Media] = MappingProxyType(
-    {
-        "Qwen2VLForConditionalGeneration": QWEN,
-        "Qwen2_5_VLForConditionalGeneration": QWEN,
-        "Qwen3VLForConditionalGeneration": QWEN,
-        "Qwen3VLMoeForConditionalGeneration": QWEN,
-        "Qwen3_5ForConditionalGeneration": QWEN,
-        "Qwen3_5MoeForConditionalGeneration": QWEN,
-        "Qwen2_5OmniThinkerForConditionalGeneration": OMNI,
-        "Qwen3OmniMoeThinkerForConditionalGeneration": OMNI,
-        "Glm4vForConditionalGeneration": GLM,
-        "Glm4vMoeForConditionalGeneration": GLM,
-        "Glm46VForConditionalGeneration": GLM,
-        "GlmOcrForConditionalGeneration": GLM,
-        "Glm5NextForConditionalGeneration": replace(GLM, rope=False),
-        "LlavaForConditionalGeneration": LLAVA,
-        "LlavaNextForConditionalGeneration": Media((PACKED,), TOWER),
-        "LlavaNextVideoForConditionalGeneration": ONEVISION,
-        "LlavaOnevisionForConditionalGeneration": ONEVISION,
-        "Gemma3ForConditionalGeneration": Media((TILES,), TOWER, by_image),
-        "Gemma4ForConditionalGeneration": GEMMA4,
-        "Mistral3ForConditionalGeneration": LLAVA,
-        "MistralLarge4ForConditionalGeneration": LLAVA,
-        "MiniMaxM3SparseForConditionalGeneration": Media((IMAGES, VIDEOS), TOWER),
-        "Dots3NoteForConditionalGeneration": Media(DOTS3, ("vision_tower", "audio_tower")),
-        "HYV4VLForConditionalGeneration": Media(
-            LINES, ("vision_tower",), rope=True, one_by_one=True
-        ),
-        "InternVLForConditionalGeneration": TILED,
-        "GotOcr2ForConditionalGeneration": TILED,
-        "Ovis2ForConditionalGeneration": TILED,
-        "VipLlavaForConditionalGeneration": TILED,
-        "AyaVisionForConditionalGeneration": TILED,
-        "Cohere2VisionForConditionalGeneration": TILED,
-        "DeepseekVLForConditionalGeneration": Media((TILES,), ("vision_model", "aligner")),
-        "LightOnOcrForConditionalGeneration": LIGHT_ON,
-        "PaddleOCRVLForConditionalGeneration": PADDLE,
-        "Lfm2VlForConditionalGeneration": Media((SHAPED,), TOWER),
-        "Idefics2ForConditionalGeneration": IDEFICS,
-        "Idefics3ForConditionalGeneration": IDEFICS,
-        "SmolVLMForConditionalGeneration": IDEFICS,
-        "Qwen2AudioForConditionalGeneration": Media((LISTENED,), AUDIO_TOWER),
-        "VoxtralForConditionalGeneration": Media((SOUNDS,), AUDIO_TOWER),
-        # Text alone
-        "AriaForConditionalGeneration": Media((), TOWER),
-        "MiniCPMV4_6ForConditionalGeneration": Media((), ("vision_tower", "merger")),
-        "Phi4MultimodalForCausalLM": Media((), ("embed_tokens_extend",)),
-    }
+ROWS = (
+    ("Qwen2VL Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe", QWEN),
+    ("Qwen2_5OmniThinker Qwen3OmniMoeThinker", OMNI),
+    ("Glm4v Glm4vMoe Glm46V GlmOcr", GLM),
+    ("Glm5Next", replace(GLM, rope=False)),
+    ("Llava Mistral3 MistralLarge4", Media((PICTURES,), TOWER)),
+    ("LlavaNext", Media((PACKED,), TOWER)),
+    ("LlavaNextVideo LlavaOnevision", ONEVISION),
+    ("Gemma3", Media((TILES,), TOWER, by_image)),
+    ("Gemma4", GEMMA4),
+    ("MiniMaxM3Sparse", Media((IMAGES, VIDEOS), TOWER)),
+    ("Dots3Note", Media(DOTS3, ("vision_tower", "audio_tower"))),
+    ("HYV4VL", Media(LINES, ("vision_tower",), rope=True, one_by_one=True)),
+    ("InternVL GotOcr2 Ovis2 VipLlava AyaVision Cohere2Vision", Media((TILES,), TOWER)),
+    ("DeepseekVL", Media((TILES,), ("vision_model", "aligner"))),
+    ("LightOnOcr", Media((PICTURES,), ("vision_encoder", "vision_projection"))),
+    ("PaddleOCRVL", Media((IMAGES,), ("visual", "projector"), rope=True, one_by_one=True)),
+    ("Lfm2Vl", Media((SHAPED,), TOWER)),
+    ("Idefics2 Idefics3 SmolVLM", Media((PADDED,), ("vision_model", "connector"))),
+    ("Qwen2Audio", Media((LISTENED,), AUDIO_TOWER)),
+    ("Voxtral", Media((SOUNDS,), AUDIO_TOWER)),
+    # Text alone
+    ("Aria", Media((), TOWER)),
+    ("MiniCPMV4_6", Media((), ("vision_tower", "merger"))),
     # In transformers 4 its prefix is all of a call without labels
-    | ({"PaliGemmaForConditionalGeneration": Media((TILES,), TOWER, prefix)} if HAS_INNER else {})
+    *([("PaliGemma", Media((TILES,), TOWER, prefix))] if HAS_INNER else []),
+)
+"""(names of classes without ...ForConditionalGeneration, how they take media)."""
+TABLE: Mapping[str, Media] = MappingProxyType(
+    {f"{name}ForConditionalGeneration": row for names, row in ROWS for name in names.split()}
+    | {"Phi4MultimodalForCausalLM": Media((), ("embed_tokens_extend",))}
 )
 
 

@@ -20,13 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
-from wf_transformers.families.delta_rule import (
-    BAILING_HYBRID,
-    KIMI_LINEAR,
-    OLMO_HYBRID,
-    QWEN3_5,
-    QWEN3_NEXT,
-)
+from wf_transformers.families.delta_rule import DELTA_RULES
 from wf_transformers.families.shares import (
     Mixer,
     Replacement,
@@ -227,29 +221,15 @@ class Lightning(Mixer):
 
 MIXERS: Mapping[str, Mixer] = MappingProxyType(
     {
-        "MambaMixer": Mamba(),
-        "FalconMambaMixer": Mamba(),
-        "JambaMambaMixer": Mamba(),
+        **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), Mamba()),
         "ZambaMambaMixer": Zamba(),
-        "Mamba2Mixer": Mamba2(),
-        "BambaMixer": Mamba2(),
-        "Zamba2MambaMixer": Mamba2(),
-        "GraniteMoeHybridMambaLayer": Mamba2(),
-        "NemotronHMamba2Mixer": Mamba2(),
+        **dict.fromkeys(("Mamba2Mixer", "BambaMixer", "Zamba2MambaMixer"), Mamba2()),
+        **dict.fromkeys(("GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"), Mamba2()),
         "FalconH1Mixer": FalconH1(),
         "RecurrentGemmaRecurrentBlock": Griffin(),
-        "Lfm2ShortConv": ShortConv(),
-        "Lfm2MoeShortConv": ShortConv(),
-        "Lfm3ShortConv": ShortConv(),
+        **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), ShortConv()),
         "MiniMaxLightningAttention": Lightning(),
-        "Qwen3NextGatedDeltaNet": QWEN3_NEXT,
-        "Qwen3_5GatedDeltaNet": QWEN3_5,
-        "Qwen3_5MoeGatedDeltaNet": QWEN3_5,
-        "LaraMiniGatedDeltaNet": QWEN3_5,
-        "OlmoHybridGatedDeltaNet": OLMO_HYBRID,
-        "KimiLinearDeltaAttention": KIMI_LINEAR,
-        "Glm5NextTextLinearAttention": KIMI_LINEAR,
-        "BailingHybridDeltaAttention": BAILING_HYBRID,
+        **DELTA_RULES,
     }
 )
 """By the name of a class of transformers."""
