@@ -23,9 +23,9 @@ from wf_transformers.calls import (
     by_name,
     parameter_names,
     refuse_call,
-    refuse_inner_call,
     refuse_media,
     refuse_partial_states,
+    refuse_tokens,
     refuse_unsupported,
     takes_any_keyword,
     tokens_of,
@@ -56,9 +56,6 @@ NEVER = ("output_attentions", "head_mask")
 """Arguments of calls that attention does not support. ViT gives it a head mask as its mask."""
 APPLIED_MARK = "wallfacer_applied"
 """Attribute set on a model whose hooks give the documents of each call to its Attention."""
-CHANGED = (
-    "attention was set to {!r} after attach, and ours is {!r}: set_attn_implementation goes before"
-)
 
 
 def attach_pretrained(model: nn.Module, sp: SequenceParallel) -> Handle:
@@ -212,12 +209,15 @@ def _check_inner_models(model: PreTrainedModel, handle: Handle) -> None:
     takes_whole = is_cut_inside(model)
 
     def check(inner: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
-        arguments = by_name(parameter_names(inner), args, kwargs)
-        running = handle.attention.documents.running
+        names, running = parameter_names(inner), handle.attention.documents.running
+        arguments = by_name(names, args, kwargs)
         if takes_whole:
             refuse_partial_states(inner, arguments, inside=True)
-        if running is None or running.rows != 0:  # with rows == 0 attention raises by itself
-            refuse_inner_call(inner, arguments, handle.attention.logits_are_whole)
+        if running is not None and running.rows == 0:  # attention raises by itself
+            return
+        if handle.attention.logits_are_whole:
+            refuse_partial_states(inner, arguments)
+        refuse_tokens(inner, arguments, names)
 
     for inner in inner_models(model):
         handle.hooks(inner.register_forward_pre_hook(check, with_kwargs=True))
@@ -252,8 +252,12 @@ def scope_documents(
     def check_was_called(*_: Any) -> None:
         if not attention.was_called and registered_for(model) in (None, attention):
             name = getattr(getattr(model, "config", None), "_attn_implementation", None)
-            changed = attention.name and name not in (None, attention.name)
-            raise NotImplementedError(CHANGED.format(name, attention.name) if changed else problem)
+            if attention.name and name not in (None, attention.name):
+                raise NotImplementedError(
+                    f"attention was set to {name!r} after attach, and ours is {attention.name!r}: "
+                    "set_attn_implementation goes before"
+                )
+            raise NotImplementedError(problem)
         # otherwise another name of ours: the model was attached once more
 
     def leave(*_: Any) -> None:
@@ -282,12 +286,12 @@ def _refused_reason(model: nn.Module) -> str | None:
     return next(filter(None, (row_of(REFUSED, module) for module in model.modules())), None)
 
 
-def can_attend_over_ranks(model: PreTrainedModel) -> bool:
-    """Whether all layers can call our attention: by the registry, a replaced method, or itself."""
-    if _refused_reason(model) is not None:
-        return False
-    replaced = bool(modules_without_registry(model)) or bool(mixers_in(model))
-    return replaced or bool(receivers(model)) or uses_registry(model)
+def refuse_local_attention(model: PreTrainedModel) -> None:
+    """Refuse a model whose layers cannot all call our attention: by the registry, by a method that
+    we replace, or by themselves."""
+    replaced = modules_without_registry(model) or mixers_in(model) or receivers(model)
+    if _refused_reason(model) is not None or not (replaced or uses_registry(model)):
+        raise NotImplementedError(no_registry_error(model))
 
 
 def is_applied(model: nn.Module) -> bool:

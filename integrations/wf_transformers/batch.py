@@ -20,8 +20,8 @@ from wf_transformers.families.experts import ROUTER_MASK, has_router_loss
 from wf_transformers.families.media_table import language_model, media_modules
 from wf_transformers.families.mixing import refuse_missing_apply, refuse_unspreadable
 from wf_transformers.families.stacks import is_cut_inside
-from wf_transformers.families.table import builds_masks
-from wf_transformers.models import outermost
+from wf_transformers.families.table import BUILDS_MASKS
+from wf_transformers.models import has_module, outermost
 from wf_transformers.whole_batches.custom_loss import refuse_custom_loss
 
 # From 4.53 on, checkpointed layers get all keyword arguments again when they are recomputed.
@@ -58,7 +58,7 @@ def forward_kwargs(
     causal = is_causal(model) or BLOCKS in local_batch
     kwargs = {k: v for k, v in local_batch.items() if k not in NOT_PASSED_ON}
     if causal:
-        mask = None if builds_masks(model) else _placeholder_mask(model, local_batch)
+        mask = None if has_module(model, BUILDS_MASKS) else _placeholder_mask(model, local_batch)
         kwargs |= {"attention_mask": mask, "use_cache": False}
     elif "attention_mask" in local_batch and not mask_arguments(local_batch):
         kwargs["cu_seqlens"] = _borders_of_samples(model, local_batch["attention_mask"])
@@ -133,17 +133,15 @@ def _documents_reach_attention(model: nn.Module) -> bool:
 
     All Hugging Face models in a wrapper must pass them on; without any, the wrapper itself.
     """
-    models = map(language_model, outermost(model))
-    applied = (is_applied(inner) or _passes_kwargs(inner) for inner in models)
-    return documents_can_reach(model) and all(applied)
+    for inner in map(language_model, outermost(model)):
+        recomputed_with_kwargs = LAYERS_KEEP_KEYWORDS or not inner.is_gradient_checkpointing
+        passes_kwargs = recomputed_with_kwargs and takes_any_keyword(inner.base_model)
+        if not (is_applied(inner) or passes_kwargs):
+            return False
+    return documents_can_reach(model)
 
 
 def documents_can_reach(model: nn.Module) -> bool:
     """Whether a model without Hugging Face models takes cu_seqlens; these do once applied."""
     takes_any = bool(outermost(model)) or takes_any_keyword(model)
     return takes_any or "cu_seqlens" in parameter_names(model)
-
-
-def _passes_kwargs(model: Any) -> bool:
-    recomputed_with_kwargs = LAYERS_KEEP_KEYWORDS or not model.is_gradient_checkpointing
-    return recomputed_with_kwargs and takes_any_keyword(model.base_model)

@@ -17,10 +17,6 @@ ON_ONE_PROCESS = (
     "to WallFacer"
 )
 RIGHT = "call the model with what sp.shard_batch and wf_transformers.forward_kwargs give"
-LEAVE_LABELS_OUT = (
-    "leave it out and take sp.loss (engine.wallfacer.loss) of the logits, or have forward_kwargs("
-    "..., num_valid=) pass the labels of a ...ForCausalLM"
-)
 CACHES = ("past_key_values", "cache")
 """Argument names of a KV cache; the second since transformers 5.24."""
 CACHE_NAMES = (*CACHES, "past_key_value", "cache_params")
@@ -118,12 +114,16 @@ def refuse_call(
             f"{ROUTER_LOGITS}: the router's loss would be of this rank's tokens only; set it to "
             "False in the call and in the config"
         )
-    if model.training:
-        _refuse_layerdrop(type(model).__name__, getattr(model, "config", None))
-    if tokens_of(arguments) is not None:
-        if not logits_are_whole:
-            _refuse_labels(type(model).__name__, arguments)
-        _refuse_tokens(type(model).__name__, arguments, names)
+    name, config = type(model).__name__, getattr(model, "config", None)
+    for key, value in vars(config).items() if model.training and config is not None else ():
+        if key.endswith(LEFT_OUT) and isinstance(value, (int, float)) and value > 0:
+            raise NotImplementedError(
+                f"{name} is trained with {key}={value}: every rank would leave out other layers, "
+                f"or branches of them; set {key} to 0 in the config"
+            )
+    if tokens_of(arguments) is not None and not logits_are_whole:
+        _refuse_labels(name, arguments)
+    refuse_tokens(model, arguments, names)
 
 
 def refuse_media(model: nn.Module, arguments: Mapping[str, Any]) -> None:
@@ -151,36 +151,22 @@ def refuse_partial_states(
         raise NotImplementedError(PARTIAL_STATES)
 
 
-def refuse_inner_call(
-    model: nn.Module, arguments: Mapping[str, Any], logits_are_whole: bool
-) -> None:
-    """Refuse a call of an inner model that would take a rank's part for the whole sequence."""
-    if logits_are_whole:
-        refuse_partial_states(model, arguments)
-    if tokens_of(arguments) is not None:
-        _refuse_tokens(type(model).__name__, arguments, parameter_names(model))
-
-
-def _refuse_layerdrop(name: str, config: Any) -> None:
-    fields = vars(config) if config is not None else {}
-    for key, value in fields.items():
-        if key.endswith(LEFT_OUT) and isinstance(value, (int, float)) and value > 0:
-            raise NotImplementedError(
-                f"{name} is trained with {key}={value}: every rank would leave out other layers, "
-                f"or branches of them; set {key} to 0 in the config"
-            )
-
-
 def _refuse_labels(name: str, arguments: Mapping[str, Any]) -> None:
     label = next((key for key in LABELS if arguments.get(key) is not None), None)
     if label is not None and arguments.get("shift_labels") is None:
         raise ValueError(
             f"{name} was called with {label}: its loss would be of this rank's tokens only, and "
-            f"not of the next ones where these are on another rank; {LEAVE_LABELS_OUT}"
+            "not of the next ones where these are on another rank; leave it out and take sp.loss "
+            "(engine.wallfacer.loss) of the logits, or have forward_kwargs(..., num_valid=) pass "
+            "the labels of a ...ForCausalLM"
         )
 
 
-def _refuse_tokens(name: str, arguments: Mapping[str, Any], names: list[str]) -> None:
+def refuse_tokens(model: nn.Module, arguments: Mapping[str, Any], names: list[str]) -> None:
+    """Refuse tokens without positions, or with a mask, as of a whole sequence."""
+    if tokens_of(arguments) is None:
+        return
+    name = type(model).__name__
     if "position_ids" in names and arguments.get("position_ids") is None:
         raise ValueError(f"{name} was called without position_ids: {RIGHT}")
     mask = arguments.get("attention_mask")
@@ -216,12 +202,4 @@ def refuse_layer(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[
         raise NotImplementedError(
             f"{layer} has {query.shape[2]} queries and {key.shape[2]} keys on this rank: a KV "
             f"cache is not supported; {ON_ONE_PROCESS}"
-        )
-
-
-def refuse_window(module: nn.Module, window: tuple[int, int] | None) -> None:
-    if window is not None:
-        raise NotImplementedError(
-            f"{type(module).__name__} has a sliding window {window}, and slices of a mask say all "
-            "that is seen: they hold for every layer, so take a model without windows"
         )

@@ -14,9 +14,8 @@ from wf_backends._validation import of_type
 from wf_backends.dsp import RECEIVER, receivers
 from wf_transformers.attach import (
     attach_pretrained,
-    can_attend_over_ranks,
-    no_registry_error,
     prepare,
+    refuse_local_attention,
 )
 from wf_transformers.attention.function import Attention
 from wf_transformers.attention.registry import registered_for
@@ -72,25 +71,17 @@ def attach_model(model: nn.Module, sp: SequenceParallel) -> Handle:
     refuse_adapters(model)
     if sp.size > 1:
         refuse_mixing(model)
-        _refuse_local_attention(model, models, modules_with_receiver)
+        for pretrained in models:
+            refuse_local_attention(pretrained)
+        if not models and not modules_with_receiver:
+            raise ValueError(
+                f"nothing in {type(model).__name__} attends over ranks: it holds no model of "
+                "transformers (for one of diffusers call wf_diffusers.attach instead) and no "
+                f"module with a method {RECEIVER}(sp) to give the SequenceParallel to"
+            )
     for module in modules_with_receiver:
         getattr(module, RECEIVER)(sp)
     return attach_pretrained(model, sp) if models else Handle(sp)
-
-
-def _refuse_local_attention(
-    model: nn.Module, models: list[PreTrainedModel], modules_with_receiver: list[nn.Module]
-) -> None:
-    """Refuse a model in which some attention would see this rank's tokens only."""
-    if not models and not modules_with_receiver:
-        raise ValueError(
-            f"nothing in {type(model).__name__} attends over ranks: it holds no model of "
-            "transformers (for one of diffusers call wf_diffusers.attach instead) and no module "
-            f"with a method {RECEIVER}(sp) to give the SequenceParallel to"
-        )
-    for pretrained in models:
-        if not can_attend_over_ranks(pretrained):
-            raise NotImplementedError(no_registry_error(pretrained))
 
 
 connect = attach

@@ -36,6 +36,11 @@ def file_of(module: nn.Module) -> Any:
     return sys.modules[transformers_class(module).__module__]
 
 
+def has_module(model: nn.Module, name: str) -> bool:
+    """Whether a module in `model` is of a class of transformers with this name."""
+    return any(transformers_class(module).__name__ == name for module in model.modules())
+
+
 def row_of(table: Mapping[str, Row], module: nn.Module) -> Row | None:
     """The table's value for a module, by the name of its transformers class or of a base of it."""
     names = (cls.__name__ for cls in transformers_classes(type(module)))
@@ -144,16 +149,14 @@ def refuse_adapters(model: nn.Module) -> None:
 def windows_of(module: nn.Module) -> list[int]:
     """The sliding windows in the configs of Hugging Face models in `module`, or in the layers if
     these differ (transformers 5)."""
-    return [w for model in outermost(module) or [module] for w in _windows(model)]
-
-
-def _windows(model: nn.Module) -> list[int]:
-    config = getattr(model, "config", None)
-    config = config.get_text_config() if isinstance(config, PretrainedConfig) else config
-    try:
-        windows = [getattr(config, name, None) for name in WINDOWS]
-    except Exception:  # transformers' own class for configs whose layers differ
-        windows = [getattr(module, WINDOWS[0], None) for module in model.modules()]
+    windows: list[Any] = []
+    for model in outermost(module) or [module]:
+        config = getattr(model, "config", None)
+        config = config.get_text_config() if isinstance(config, PretrainedConfig) else config
+        try:
+            windows += [getattr(config, name, None) for name in WINDOWS]
+        except Exception:  # transformers' own class for configs whose layers differ
+            windows += [getattr(layer, WINDOWS[0], None) for layer in model.modules()]
     return [window for window in windows if isinstance(window, int) and window > 0]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from wf_backends.parallel import MASK_ARGUMENTS
@@ -16,7 +15,6 @@ from wf_backends.schedule import SLICE_ARGUMENTS
 from wf_transformers.attention.blocks import BLOCKS
 
 MaskKwargs = Mapping[str, Any]
-NO_DOCUMENTS: MaskKwargs = MappingProxyType({})
 OF_CALLS = (*MASK_ARGUMENTS, BLOCKS)
 """Keyword arguments of a call of a model that describe its mask."""
 
@@ -122,7 +120,7 @@ class Documents:
             return self.running.mask_kwargs
         if self.used:
             raise ValueError(OUTSIDE)
-        return NO_DOCUMENTS
+        return {}
 
     def borders(self, layer: str) -> Sequence[int] | None:
         """The running documents' borders, for a layer that needs all tokens in their order."""

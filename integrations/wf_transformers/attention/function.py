@@ -21,7 +21,7 @@ from wf_transformers.attention.chosen import MASK_IS_CHOICE, RATIO, ChosenAttent
 from wf_transformers.attention.documents import Documents, by_sample
 from wf_transformers.attention.llama4 import chunk_borders, scaled_by_position
 from wf_transformers.attention.masks import MaskCheck, padding_of
-from wf_transformers.calls import IN_STACK, refuse_layer, refuse_window
+from wf_transformers.calls import IN_STACK, refuse_layer
 from wf_transformers.models import refuse_varying_rope
 
 SCORE_OPTIONS: Mapping[str, str] = MappingProxyType(
@@ -157,8 +157,13 @@ class Attention(Shared):
         if stack_role is None:
             self.check_mask(mask, causal, _mask_window(module, window))
             documents = self.documents.current(kwargs)
+            if SLICE_ARGUMENTS[0] in documents and window is not None:
+                raise NotImplementedError(
+                    f"{type(module).__name__} has a sliding window {window}, and slices of a mask "
+                    "say all that is seen: they hold for every layer, so take a model without "
+                    "windows"
+                )
             if SLICE_ARGUMENTS[0] in documents:
-                refuse_window(module, window)
                 return {**documents}
             borders = by_sample(documents)
             if BLOCKS in documents:

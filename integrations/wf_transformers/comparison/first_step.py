@@ -41,12 +41,6 @@ TOO_LONG = (
     "its first batch cannot be cut short: it has a mask in slices, several sequences a sample, or "
     f"images in more than {MAX_UNCUT_TOKENS} tokens"
 )
-UNKNOWN = "what inputs it takes is not known"
-EQUAL_DROPOUT = (
-    "{name} drops the same places of different tokens on several ranks, the first in {where}: they "
-    "draw from the same random state. Outside of Hugging Face models seed each rank by its own, "
-    'torch.manual_seed(seed + rank), before the first batch; "verify": false trains all the same'
-)
 
 
 class FirstStep:
@@ -167,7 +161,8 @@ class InnerCalls:
 
         batch = random_tokens(inner, handle.sp)
         source = f"a random batch, with {', '.join(names)} alone as here"
-        self._first_step.run(inner, handle, batch, UNKNOWN, source, handle.whole_batches, call)
+        unknown = "what inputs it takes is not known"
+        self._first_step.run(inner, handle, batch, unknown, source, handle.whole_batches, call)
 
 
 def _refuse_equal_dropout(comparison: Comparison, handle: Handle) -> None:
@@ -177,8 +172,12 @@ def _refuse_equal_dropout(comparison: Comparison, handle: Handle) -> None:
     with as_before(comparison.model, comparison.sp):
         where = comparison.first_equal_dropout(handle)
     if where is not None:
-        name = type(comparison.model).__name__
-        raise NotImplementedError(EQUAL_DROPOUT.format(name=name, where=where))
+        raise NotImplementedError(
+            f"{type(comparison.model).__name__} drops the same places of different tokens on "
+            f"several ranks, the first in {where}: they draw from the same random state. Outside "
+            "of Hugging Face models seed each rank by its own, torch.manual_seed(seed + rank), "
+            'before the first batch; "verify": false trains all the same'
+        )
 
 
 def shorten(arguments: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any] | None:

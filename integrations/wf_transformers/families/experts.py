@@ -24,10 +24,6 @@ from wf_transformers.models import file_of, outermost
 ROUTER_MASK = "router_mask"
 """Keyword argument from `forward_kwargs`: (b, s), 1 where a token of this rank counts."""
 LOSS_FUNCTION = "load_balancing_loss_func"
-NO_MASK = (
-    f"{ROUTER_LOGITS}: which tokens count must be known: have an attention_mask in the batch (ones "
-    "where nothing is padding), and call the model with what wf_transformers.forward_kwargs gives"
-)
 
 
 def has_router_loss(model: nn.Module) -> bool:
@@ -104,7 +100,11 @@ class RouterLoss:
             return args, other_kwargs
         self._counted, self._labelled = kwargs.get(ROUTER_MASK), arguments.get("labels") is not None
         if self._counted is None:
-            raise ValueError(NO_MASK)
+            raise ValueError(
+                f"{ROUTER_LOGITS}: which tokens count must be known: have an attention_mask in the "
+                "batch (ones where nothing is padding), and call the model with what "
+                "wf_transformers.forward_kwargs gives"
+            )
         return args, other_kwargs | {ROUTER_LOGITS: False}
 
     def _before_inner(self, _: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:

@@ -159,7 +159,13 @@ def rope_positions(model: Any, batch: Mapping[str, Any]) -> Tensor:
         raise ValueError("packed documents with media: give position_ids (3, b, S) that restart")
     if positions is None:
         owner = model if hasattr(model, "get_rope_index") else merging_model(model)
-        arguments = {**batch, **_for_positions(model, batch)}
+        frames = batch.get(FRAMES)
+        arguments = {
+            **batch,
+            TYPES: _token_types(model, batch),
+            "audio_seqlens": None if frames is None else frames.sum(dim=1),
+            "second_per_grids": batch.get("video_second_per_grid"),
+        }
         names = inspect.signature(owner.get_rope_index).parameters
         if "audio_seqlens" in names and arguments.get("attention_mask") is None:
             ids = batch["input_ids"]  # as the Omnis of transformers do without a mask
@@ -168,16 +174,6 @@ def rope_positions(model: Any, batch: Mapping[str, Any]) -> Tensor:
     if positions.dim() != 3 or len(positions) != 3:
         raise ValueError(f"position_ids must be (3, b, S), got {tuple(positions.shape)}")
     return positions
-
-
-def _for_positions(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of get_rope_index that models make of others."""
-    frames = batch.get(FRAMES)
-    return {
-        TYPES: _token_types(model, batch),
-        "audio_seqlens": None if frames is None else frames.sum(dim=1),
-        "second_per_grids": batch.get("video_second_per_grid"),
-    }
 
 
 def _token_types(model: Any, batch: Mapping[str, Any]) -> Tensor:

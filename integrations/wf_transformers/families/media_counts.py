@@ -19,9 +19,7 @@ from wf_transformers.models import file_of, transformers_class
 Tensors = Mapping[str, Tensor]
 Count = Callable[[Any, "Modality", Tensors, int], Tensor | list[int]]
 NUMBERS = "batch_num_images"  # of samples: with more than 1, LLaVA-OneVision takes one tile of each
-SHAPES = "spatial_shapes"
-SOUND_MASK, FRAME_NUMBERS = "input_features_mask", "num_frames_per_video"
-SAMPLES = "chunk_sample_lengths"  # of dots3-note: those of the waveform in each chunk of a sound
+FRAME_NUMBERS = "num_frames_per_video"
 FRAMES, LENGTHS = "feature_attention_mask", "_get_feat_extract_output_lengths"
 MERGED = "spatial_merge_size"  # of configs: the side in patches of what becomes one feature
 
@@ -102,7 +100,7 @@ def by_pixels(model: Any, modality: Modality, media: Tensors, tokens: int) -> Te
 
 def by_shapes(model: Any, _: Modality, media: Tensors, __: int) -> Tensor:
     """spatial_shapes (images, 2) in patches."""
-    return (media[SHAPES] // model.config.downsample_factor).prod(dim=1)
+    return (media["spatial_shapes"] // model.config.downsample_factor).prod(dim=1)
 
 
 def by_frames(model: Any, _: Modality, media: Tensors, __: int) -> Tensor:
@@ -130,13 +128,14 @@ def by_positions(model: Any, modality: Modality, media: Tensors, _: int) -> list
 
 def by_fourth(_: Any, __: Modality, media: Tensors, ___: int) -> Tensor:
     """Every fourth frame of a sound that is not padding is a feature."""
-    return media[SOUND_MASK][:, ::4].sum(dim=1)
+    return media["input_features_mask"][:, ::4].sum(dim=1)
 
 
 def by_chunks(model: Any, _: Modality, media: Tensors, __: int) -> Tensor:
-    """chunk_sample_lengths (chunks,), of which a feature takes up to `samples_per_token`."""
+    """chunk_sample_lengths (chunks,) of dots3-note: samples of a sound's waveform in each chunk, of
+    which a feature takes up to `samples_per_token`."""
     samples = model.config.audio_config.samples_per_token
-    return (media[SAMPLES] + samples - 1) // samples
+    return (media["chunk_sample_lengths"] + samples - 1) // samples
 
 
 def packed(model: Any, _: Modality, media: Tensors, __: int) -> Tensor:

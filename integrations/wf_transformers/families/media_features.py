@@ -85,7 +85,12 @@ class _FeatureSelection:
             arguments = by_name(self.names, args, kwargs)
             if self.attention.cache is None:
                 refuse_call(self.model, arguments, self.names, self.attention.logits_are_whole)
-                self._refuse_types(arguments)
+                if self.row.blocks is not None and arguments.get(self.row.types) is not None:
+                    raise ValueError(
+                        f"{type(self.model).__name__} was called with {self.row.types}, which "
+                        "would be lost: cut the batch by wf_transformers.shard_media(model, sp, "
+                        "batch), which makes blocks of them"
+                    )
             known = [x.values for x in self.row.modalities]
             refuse_media(self.model, {k: x for k, x in arguments.items() if k not in known})
             media = [key for key in known if arguments.get(key) is not None]
@@ -96,14 +101,6 @@ class _FeatureSelection:
                     "rank those of its tokens"
                 )
         return args, kwargs
-
-    def _refuse_types(self, arguments: dict[str, Any]) -> None:
-        if self.row.blocks is not None and arguments.get(self.row.types) is not None:
-            name = type(self.model).__name__
-            raise ValueError(
-                f"{name} was called with {self.row.types}, which would be lost: cut the batch by "
-                "wf_transformers.shard_media(model, sp, batch), which makes blocks of them"
-            )
 
     def pass_on(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the documents to the language model: not every model passes keywords on, and in an

@@ -19,9 +19,6 @@ from wf_transformers.families.media_counts import (
     FRAME_NUMBERS,
     FRAMES,
     NUMBERS,
-    SAMPLES,
-    SHAPES,
-    SOUND_MASK,
     Modality,
     by_chunks,
     by_fourth,
@@ -109,17 +106,17 @@ PACKED = replace(
 ONEVISION = Media((PACKED, CLIPS) if HAS_INNER else (PACKED,), TOWER)
 """In transformers 4 the method for videos gives no features."""
 PADDED = replace(TILES, others=("pixel_attention_mask",), by_sample=True)
-SHAPED = replace(TILES, count=by_shapes, others=(SHAPES, "pixel_attention_mask"))
+SHAPED = replace(TILES, count=by_shapes, others=("spatial_shapes", "pixel_attention_mask"))
 HEARD = replace(SOUNDS, count=by_frames, others=(FRAMES,))
 LISTENED = replace(HEARD, features=MERGE_SOUNDS)
 OMNI = Media((HEARD, IMAGES, VIDEOS), ("audio_tower", "visual"), rope=True)
-DOTS3 = (IMAGES, VIDEOS, replace(SOUNDS, count=by_chunks, others=(SAMPLES,)))
+DOTS3 = (IMAGES, VIDEOS, replace(SOUNDS, count=by_chunks, others=("chunk_sample_lengths",)))
 POSED = ("video_position_ids", FRAME_NUMBERS)
 GEMMA4 = Media(
     (
         replace(TILES, count=by_positions, others=("image_position_ids",)),
         replace(CLIPS, count=by_positions, others=POSED, rows=FRAME_NUMBERS),
-        replace(SOUNDS, count=by_fourth, others=(SOUND_MASK,)),
+        replace(SOUNDS, count=by_fourth, others=("input_features_mask",)),
     ),
     ("vision_tower", "embed_vision", "audio_tower", "embed_audio"),
     by_image_if_wanted,

@@ -170,7 +170,8 @@ class SpreadMixer:
         if cache is not None and cache.length:
             return cache.by_module[self.layer].run(self.layer, hidden_states, key)
         self.attention.documents.check_rows(name, hidden_states.shape[1])
-        borders = self._borders()
+        # in generation documents are those of padding
+        borders = None if cache is not None else self.attention.documents.borders(name)
         features, local = self.row.project(self.layer, hidden_states)
         by_rank, by_feature = self._feature_orders(features.device)
         sends = features[..., by_rank].unflatten(-1, (self.exchange.sp.size, -1))
@@ -196,11 +197,6 @@ class SpreadMixer:
                 f"{type(self.layer).__name__} adds a bias to padding on the left: give samples of "
                 "one length"
             )
-
-    def _borders(self) -> Borders:
-        if self.attention.cache is not None:  # documents are those of padding
-            return None
-        return self.attention.documents.borders(type(self.layer).__name__)
 
     def _run(self, x: Tensor, borders: Borders, kept: Kwargs) -> tuple[Tensor, tuple[Any, ...]]:
         """Run the layer's code on this rank's channels of all rows: (b, S, c) -> (b, S, c').

@@ -76,10 +76,6 @@ def _clip(module: Any) -> Mapping[str, Any]:
     return {"is_causal": hasattr(module.config, "vocab_size")}
 
 
-def _config_window(module: Any) -> Window:
-    return getattr(module.config, "sliding_window", None)
-
-
 def _qwen_window(module: Any) -> Window:
     config = module.config
     has_window = config.use_sliding_window and module.layer_idx >= config.max_window_layers
@@ -154,7 +150,7 @@ TABLE: Mapping[str, AttentionRow] = MappingProxyType(
         **dict.fromkeys(("OPTAttention", "JambaAttention", "StableLmAttention"), AttentionRow()),
         **dict.fromkeys(("NemotronAttention", "OlmoeAttention"), AttentionRow()),
         "RecurrentGemmaSdpaAttention": AttentionRow(),
-        "PhimoeAttention": AttentionRow(window=_config_window),
+        "PhimoeAttention": AttentionRow(window=lambda module: module.config.sliding_window),
         **dict.fromkeys(("Qwen2MoeAttention", "Qwen2VLAttention", "Qwen2_5_VLAttention"), QWEN2),
         **dict.fromkeys(("GPTJAttention", "CodeGenAttention"), METHOD),
         "GPTNeoSelfAttention": replace(METHOD, window=_neo_window),
@@ -188,13 +184,8 @@ MLA: Mapping[str, Callable[..., Any]] = MappingProxyType({"DeepseekV3Attention":
 """Attention modules that can send latents instead of keys and values, and the forward that does.
 They use the registry: without `"latents": true` their own forward runs."""
 
-BUILDS_MASKS = frozenset({"MptModel"})
-"""Models that only take masks (b, s)."""
-
-
-def builds_masks(model: nn.Module) -> bool:
-    """Whether `model` must be called without a mask."""
-    return any(transformers_class(module).__name__ in BUILDS_MASKS for module in model.modules())
+BUILDS_MASKS = "MptModel"
+"""The model that only takes masks (b, s), and must be called without one of ours."""
 
 
 def modules_without_registry(model: nn.Module) -> list[Any]:

@@ -89,15 +89,11 @@ def _refuse_model(model: Any, handle: Handle) -> None:
             "with a model that is not attached"
         )
     models = outermost(model)
-    mixes = len(models) != 1 or stacks_of(models[0])
-    lacks_state = any(
-        row.has_own_cache or not has_state(layer) for _, layer, row in mixers_in(model)
-    )
-    if (
-        mixes
-        or lacks_state
-        or not is_causal(getattr(merging_model(models[0]), "language_model", model))
-    ):
+    is_decoder = len(models) == 1 and not stacks_of(models[0])
+    if is_decoder:
+        is_decoder = is_causal(getattr(merging_model(models[0]), "language_model", model))
+    has_states = all(has_state(x) and not row.has_own_cache for _, x, row in mixers_in(model))
+    if not (is_decoder and has_states):
         raise NotImplementedError(
             f"{name} cannot generate over ranks: only decoders can, of causal attention and of "
             "recurrences whose states transformers' cache keeps (since 5.24); generate on one "

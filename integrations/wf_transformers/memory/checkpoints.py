@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends._validation import check_block
 from wf_transformers.handle import Handle
@@ -64,18 +63,13 @@ def checkpoint_activations(
                 'or with deepspeed.checkpointing and "cpu_checkpointing" of DeepSpeed'
             )
     for pretrained in models:
-        _enable(pretrained, handle)
+        for module in pretrained.modules():
+            if hasattr(module, ENABLED):  # `remove()` restores both
+                handle.set(module, ENABLED, True)
+                handle.set(module, CHECKPOINT_FUNCTION, None)
+        pretrained.gradient_checkpointing_enable(handle.checkpoint_kwargs)
         if checkpointing.offload:
             handle.hooks(pretrained.register_forward_pre_hook(_offload_inputs))
-
-
-def _enable(model: PreTrainedModel, handle: Handle) -> None:
-    """Enable checkpointing as a user would; `handle.remove()` restores the modules' attributes."""
-    for module in model.modules():
-        if hasattr(module, ENABLED):
-            handle.set(module, ENABLED, True)
-            handle.set(module, CHECKPOINT_FUNCTION, None)
-    model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
 
 
 def recompute_checkpoints_with_documents(model: nn.Module, handle: Handle) -> None:

@@ -122,18 +122,17 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
 
 def refuse_overwriting(arguments: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Refuse arguments of the caller that were not cut and that `ours` would replace."""
-    present = [key for key, x in arguments.items() if x is not None and key != "use_cache"]
-    overwritten = [key for key in present if key in ours]
+    overwritten = {
+        key: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        for key, x in arguments.items()
+        if x is not None and key != "use_cache" and key in ours
+    }
     if overwritten:
-        described = ", ".join(f"{key} {_describe(arguments[key])}" for key in overwritten)
+        described = ", ".join(f"{key} {x}" for key, x in overwritten.items())
         raise ValueError(
             f"{described} would be overwritten by what this rank's tokens need: only tensors "
             "(b, S) are cut with the batch; leave it out, or give it so"
         )
-
-
-def _describe(value: Any) -> str:
-    return f"{tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def refuse_lost_arguments(model: nn.Module, names: list[str], kwargs: Mapping[str, Any]) -> None:

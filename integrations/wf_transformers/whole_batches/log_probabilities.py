@@ -21,7 +21,7 @@ from wf_backends._compile import eager
 from wf_transformers.calls import LOGITS_TO_KEEP, by_name
 from wf_transformers.comparison.changes import Changes
 from wf_transformers.handle import Handle
-from wf_transformers.models import outermost, transformers_class
+from wf_transformers.models import has_module, outermost
 from wf_transformers.replace import temporarily_replace
 from wf_transformers.whole_batches.arguments import (
     BatchCall,
@@ -34,7 +34,6 @@ from wf_transformers.whole_batches.hooks import WHOLE_LOGITS, WholeBatchHooks
 from wf_transformers.whole_batches.sharded_logits import (
     LocalStates,
     ShardedLogits,
-    TokenRows,
     log_softmax_of,
     rolled,
 )
@@ -43,8 +42,8 @@ LOG_SOFTMAX = "selective_log_softmax"
 """TRL's function of (logits, index), which its trainers' files import."""
 CALLERS = ("concatenated_forward", "get_batch_logps", "_get_per_token_logps")
 """Methods of trainers that call it: of DPO, of CPO, ORPO and KTO, and of GRPO."""
-COUNTS_VALID_TOKENS = ("OPTLearnedPositionalEmbedding",)
-"""Modules that give positions to valid tokens only. Without position_ids others count padding."""
+COUNTS_VALID_TOKENS = "OPTLearnedPositionalEmbedding"
+"""A module that gives positions to valid tokens only. Without position_ids others count padding."""
 
 
 def makes_log_probabilities(trainer: Any) -> bool:
@@ -118,7 +117,8 @@ class LogProbabilityHooks(WholeBatchHooks):
         arguments = {key: value for key, value in arguments.items() if key not in LOGITS_TO_KEEP}
         hidden_states = bool(arguments.pop("output_hidden_states", False))
         starts = padding_on_the_left(arguments)
-        counts_padding = arguments.get("position_ids") is None and not _counts_valid_tokens(model)
+        counts_all = not has_module(model, COUNTS_VALID_TOKENS)
+        counts_padding = arguments.get("position_ids") is None and counts_all
         arguments = _padding_moved_right(arguments, starts)
         if not fused_head:
             arguments[WHOLE_LOGITS] = False
@@ -138,8 +138,8 @@ class LogProbabilityHooks(WholeBatchHooks):
         if request is None or call is None or call.loss == "by_token":
             return output
         gather, cut = partial(self._whole, call=call), partial(self._local_rows, call=call)
-        rows = TokenRows(gather, cut, request.starts, call.seqlen)
-        logits = ShardedLogits(output["logits"], rows, range(call.seqlen)[request.tokens])
+        tokens, seqlen = range(call.seqlen)[request.tokens], call.seqlen
+        logits = ShardedLogits(output["logits"], tokens, seqlen, request.starts, gather, cut)
         fields = dict(output) | {"logits": logits}
         if request.hidden_states:
             fields["hidden_states"] = LocalStates()
@@ -157,10 +157,6 @@ class LogProbabilityHooks(WholeBatchHooks):
         sp, borders = self.handle.sp, call.local.get("cu_seqlens")
         padding = sp.size * seqlen_of(call.local) - call.seqlen
         return sp.shard(pad(x, (0, padding)), 1, borders)
-
-
-def _counts_valid_tokens(model: nn.Module) -> bool:
-    return any(transformers_class(m).__name__ in COUNTS_VALID_TOKENS for m in model.modules())
 
 
 def padding_on_the_left(arguments: Mapping[str, Any]) -> Tensor:

@@ -81,44 +81,25 @@ class LocalStates(Unusable):
 
 
 @dataclass(frozen=True, eq=False)
-class TokenRows:
-    """Which tokens of a batch are this rank's.
-
-    Attributes:
-        gather_padded_right: (b, s) of all ranks -> (b, S), differentiable, on every rank.
-        cut_padded_right: (b, S) -> (b, s).
-        starts: (b,) int64, tokens of padding on the left of each sample, which were moved to its
-            right before the cut.
-        seqlen: S.
-    """
-
-    gather_padded_right: Callable[[Tensor], Tensor]
-    cut_padded_right: Callable[[Tensor], Tensor]
-    starts: Tensor
-    seqlen: int
-
-    def gather(self, x: Tensor) -> Tensor:
-        """(b, s) -> (b, S), in the order of the caller's batch."""
-        return rolled(self.gather_padded_right(x), -self.starts)
-
-    def cut(self, x: Tensor) -> Tensor:
-        """(b, S) in the order of the caller's batch -> (b, s)."""
-        return self.cut_padded_right(rolled(x, self.starts))
-
-
-@dataclass(frozen=True, eq=False)
 class ShardedLogits(Unusable):
     """(b, n, V) logits of n of the S tokens. Uses that are not defined here raise an error.
 
     Attributes:
         local: (b, s, V), the rows of this rank's tokens.
-        rows: which tokens are this rank's.
         tokens: the n selected tokens of the S.
+        seqlen: S.
+        starts: (b,) int64, tokens of padding on the left of each sample, which were moved to its
+            right before the cut.
+        gather_rows: (b, s) of all ranks, as cut -> (b, S), differentiable, on every rank.
+        cut_rows: (b, S), with padding on the right -> (b, s).
     """
 
     local: Tensor
-    rows: TokenRows
     tokens: range
+    seqlen: int
+    starts: Tensor
+    gather_rows: Callable[[Tensor], Tensor]
+    cut_rows: Callable[[Tensor], Tensor]
 
     @property
     def shape(self) -> torch.Size:
@@ -149,8 +130,8 @@ class ShardedLogits(Unusable):
         are_slices = isinstance(samples, slice | list) and isinstance(tokens, slice)
         if not are_slices or any(other != slice(None) for other in others):
             self._refuse_use()
-        rows = replace(self.rows, starts=self.rows.starts[samples])
-        return replace(self, local=self.local[samples], rows=rows, tokens=self.tokens[tokens])
+        local, starts = self.local[samples], self.starts[samples]
+        return replace(self, local=local, starts=starts, tokens=self.tokens[tokens])
 
     def contiguous(self) -> ShardedLogits:
         return self
@@ -171,9 +152,11 @@ class ShardedLogits(Unusable):
     def log_probabilities(self, labels: Tensor, log_softmax: LogSoftmax) -> Tensor:
         """(b, n): `log_softmax(logits, labels)` for labels (b, n), on every rank."""
         samples, num_tokens, _ = self.shape
-        whole = labels.new_zeros(samples, self.rows.seqlen)
+        whole = labels.new_zeros(samples, self.seqlen)
         whole[:, _slice(self.tokens)] = labels.view(samples, num_tokens)
-        return self._gather_tokens(log_softmax(self.local, self.rows.cut(whole)))
+        return self._gather_tokens(
+            log_softmax(self.local, self.cut_rows(rolled(whole, self.starts)))
+        )
 
     def row_means(self) -> Tensor:
         """(b, n): the mean of each token's logits."""
@@ -181,7 +164,8 @@ class ShardedLogits(Unusable):
 
     def _gather_tokens(self, local: Tensor) -> Tensor:
         """(b, s) -> (b, n): the selected tokens of all ranks."""
-        return self.rows.gather(local)[:, _slice(self.tokens)].clone()
+        whole = rolled(self.gather_rows(local), -self.starts)
+        return whole[:, _slice(self.tokens)].clone()
 
     @classmethod
     def __torch_function__(
