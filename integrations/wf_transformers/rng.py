@@ -79,23 +79,13 @@ def generators_of(device: torch.device) -> list[Generator]:
     return generators
 
 
-class WholeNoise:
-    """Scales NEFTune's noise on a rank's tokens to that of the whole sequence.
+def scale_noise(undo: ExitStack, model: nn.Module, local_seqlen: int, seqlen: int) -> None:
+    """Scale NEFTune's noise on `local_seqlen` tokens to that of all `seqlen`, until `undo` closes.
 
     The noise is uniform within alpha / sqrt(seqlen x width), with the seqlen that the embedding
     sees. Source: Jain et al. 2023, arXiv 2310.05914, as transformers' Trainer has it.
     """
-
-    def __init__(self) -> None:
-        self._undo = ExitStack()
-
-    def enter(self, model: nn.Module, local_seqlen: int, seqlen: int) -> None:
-        """Scale the noise for a call with `local_seqlen` of `seqlen` tokens, until `leave`."""
-        for module in model.modules():
-            alpha: Any = vars(module).get(NEFTUNE)
-            if alpha is not None:
-                set_until(self._undo, module, NEFTUNE, alpha * sqrt(local_seqlen / seqlen))
-
-    def leave(self) -> None:
-        """Restore the noise. A second call does nothing."""
-        self._undo.close()
+    for module in model.modules():
+        alpha: Any = vars(module).get(NEFTUNE)
+        if alpha is not None:
+            set_until(undo, module, NEFTUNE, alpha * sqrt(local_seqlen / seqlen))

@@ -165,7 +165,10 @@ def find_obstacle(model: nn.Module, sp: SequenceParallel, sharded: bool = False)
     checksums = [_checksum(p) for p in parameters if not isinstance(p, DTensor)]
     partitioned = sharded and any(hasattr(p, "ds_id") for p in parameters)
     value = fingerprint(torch.stack(checksums).tolist() if checksums and not partitioned else [])
-    local = torch.tensor([value, _fits_device(parameters, sp)])
+    must_move = _must_move(parameters, sp)
+    free = torch.cuda.mem_get_info()[0] if must_move else 0
+    fits_device = not must_move or 2 * sum(p.nbytes for p in parameters) <= free  # and gradients
+    local = torch.tensor([value, fits_device])
     fingerprints, fits = gather_small(sp.comm, local).T
     if not fits.all():
         return "its parameters do not fit the device in whole"
@@ -186,14 +189,6 @@ def _checksum(p: Tensor) -> Tensor:
 def _must_move(parameters: Iterable[Tensor], sp: SequenceParallel) -> bool:
     """Whether a model is on the host, while messages must be on the device."""
     return {p.device.type for p in parameters} == {"cpu"} and not sp.comm.on_host
-
-
-def _fits_device(parameters: list[nn.Parameter], sp: SequenceParallel) -> bool:
-    """Whether the device has memory for the parameters and as much again, if they must move."""
-    if not _must_move(parameters, sp):
-        return True
-    free, _ = torch.cuda.mem_get_info()
-    return 2 * sum(p.nbytes for p in parameters) <= free
 
 
 @contextmanager

@@ -10,6 +10,7 @@ is gathered instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from wf_transformers.families.media_table import media_of
 from wf_transformers.families.stacks import stacks_of, whole_rows
 from wf_transformers.handle import Handle, recorded_changes
 from wf_transformers.models import head_of, outermost, token_model
-from wf_transformers.rng import RankRng, WholeNoise
+from wf_transformers.rng import RankRng, scale_noise
 from wf_transformers.whole_batches.arguments import (
     has_row_per_token,
     refuse_arguments,
@@ -76,7 +77,7 @@ class HeadHooks:
     ) -> None:
         self._model, self._handle, self._is_last = model, handle, is_last
         self._inner: Any = token_model(model)
-        self._rng, self._noise = RankRng(handle.sp), WholeNoise()
+        self._rng, self._noise = RankRng(handle.sp), ExitStack()
         self._tokens_shape: torch.Size | tuple[int, ...] = ()  # of the running call
         self._mask_kwargs: Kwargs = {}  # of the running call
         handle.whole_batches = True
@@ -127,7 +128,7 @@ class HeadHooks:
         else:
             ours = {k: x for k, x in ours.items() if k in names}
         self._rng.enter(inner, tokens.device)
-        self._noise.enter(inner, seqlen_of(local), seqlen)
+        scale_noise(self._noise, inner, seqlen_of(local), seqlen)
         return (), others | ours
 
     def _flatten_choices(self, x: Any) -> Any:
@@ -153,7 +154,7 @@ class HeadHooks:
 
     def _leave(self, *_: Any) -> None:
         self._rng.leave()
-        self._noise.leave()
+        self._noise.close()
 
 
 def _gathered_module(model: nn.Module, inner: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ training with labels only if `whole_logits=True`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -18,14 +19,14 @@ from torch import Tensor, nn
 from wf_backends._compile import eager
 from wf_backends.parallel import count_valid, mask_arguments, token_loss
 from wf_transformers.batch import forward_kwargs
-from wf_transformers.calls import PARTIAL_STATES, by_name
+from wf_transformers.calls import PARTIAL_STATES, Kwargs, by_name
 from wf_transformers.families.experts import router_loss, wants_router_loss
 from wf_transformers.families.media import shard_media
 from wf_transformers.families.media_table import media_arguments, media_of
 from wf_transformers.families.stacks import is_cut_inside, whole_rows
 from wf_transformers.handle import Handle, recorded_changes
 from wf_transformers.models import Head, head_of, inner_models, outermost
-from wf_transformers.rng import WholeNoise
+from wf_transformers.rng import scale_noise
 from wf_transformers.whole_batches.arguments import (
     CUSTOM_LOOP,
     UNKNOWN_LABELS,
@@ -96,7 +97,7 @@ class WholeBatchHooks:
         self._divides_by_items = all(map(divides_by_items, outermost(model)))
         self._call: BatchCall | None = None
         self._head_called = self._warned = False
-        self._noise = WholeNoise()
+        self._noise = ExitStack()
         handle.whole_batches = True
         with recorded_changes(handle):
             handle.set(model, GROUP_SIZE, handle.sp.size)
@@ -119,9 +120,7 @@ class WholeBatchHooks:
         )
 
     @eager
-    def _before(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[()], dict[str, Any]]:
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         arguments = with_cu_seqlens(by_name(self._names, args, kwargs))
         if model.training and torch.is_grad_enabled():
             self.handle.compare_first(arguments)
@@ -148,7 +147,7 @@ class WholeBatchHooks:
         num_items = num_items if loss == "by_token" or self._divides_by_items else None
         self._call = BatchCall(seqlen, local, num_items, logits, loss)
         self.handle.attention.logits_are_whole, self._head_called = loss == "custom", False
-        self._noise.enter(model, seqlen_of(local), seqlen)
+        scale_noise(self._noise, model, seqlen_of(local), seqlen)
         more = fused_loss_arguments(local["labels"]) if loss == "fused" else {}
         return (), self._model_kwargs(model, others, local) | more
 
@@ -159,9 +158,7 @@ class WholeBatchHooks:
             return "whole"
         return "hidden" if self.hides_local_logits and asked is None else "local"
 
-    def _loss_kind(
-        self, model: nn.Module, arguments: dict[str, Any], needs_no_logits: bool
-    ) -> LossKind:
+    def _loss_kind(self, model: nn.Module, arguments: Kwargs, needs_no_logits: bool) -> LossKind:
         """`needs_no_logits` says whether nobody uses logits of this rank's tokens."""
         if arguments.get(FUSED):
             if model.training and self.handle.averages_tokens:
@@ -174,7 +171,7 @@ class WholeBatchHooks:
         may_fuse = needs_no_logits and self.hides_local_logits and not self.handle.averages_tokens
         return "fused" if may_fuse and fuses_loss(model, arguments) else "plain"
 
-    def _has_custom_loss(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
+    def _has_custom_loss(self, model: nn.Module, arguments: Kwargs) -> bool:
         """Whether the model must compute the loss of this call itself."""
         reason = custom_loss_reason(model, arguments)
         if reason and self.handle.averages_tokens:
@@ -185,7 +182,7 @@ class WholeBatchHooks:
     def _leave(self, *_: Any) -> None:
         """After every call, even if it raised."""
         self._call, self.handle.attention.logits_are_whole = None, False
-        self._noise.leave()
+        self._noise.close()
 
     def _refuse_inner_call(self, inner: nn.Module, _: Any) -> None:
         """Refuse a direct call of an inner model, whose tokens are not cut."""
@@ -205,22 +202,20 @@ class WholeBatchHooks:
         self._head_called = True
         return self._whole(logits, call).contiguous()  # for losses that call `view`
 
-    def _cut_arguments(self, arguments: dict[str, Any], seqlen: int) -> dict[str, Any]:
+    def _cut_arguments(self, arguments: Kwargs, seqlen: int) -> Kwargs:
         """The arguments of a call that must be cut."""
         media = [] if self._media is None else media_arguments(self._media)
         keys = [k for k, x in arguments.items() if k in media or has_row_per_token(k, x, seqlen)]
         batch = {key: arguments[key] for key in keys}
         return batch if media else with_documents(batch)
 
-    def _shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _shard(self, batch: Kwargs) -> Kwargs:
         """This rank's part of the arguments that must be cut."""
         if self._media is None:
             return self.handle.shard_batch(batch, labels_are_shifted=self._head == "masked")
         return shard_media(self._media, self.handle.sp, batch)
 
-    def _model_kwargs(
-        self, model: nn.Module, arguments: dict[str, Any], local: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _model_kwargs(self, model: nn.Module, arguments: Kwargs, local: Kwargs) -> Kwargs:
         """The arguments for the model, from those that were not cut and this rank's part."""
         ours = forward_kwargs(model, local)
         refuse_overwriting(arguments, ours)

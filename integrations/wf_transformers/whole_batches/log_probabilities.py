@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from wf_backends._compile import eager
-from wf_transformers.calls import LOGITS_TO_KEEP, by_name
+from wf_transformers.calls import LOGITS_TO_KEEP, Kwargs, by_name
 from wf_transformers.comparison.changes import Changes
 from wf_transformers.handle import Handle
 from wf_transformers.models import has_module, outermost
@@ -102,9 +102,7 @@ class LogProbabilityHooks(WholeBatchHooks):
     _request: WantedLogits | None = None
 
     @eager
-    def _before(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[()], dict[str, Any]]:
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         arguments = by_name(self._names, args, kwargs)
         self._request, fused_head = None, bool(arguments.get(FUSED))
         has_labels = arguments.get("labels") is not None
