@@ -93,7 +93,7 @@ def cut_media(
     modalities = [x for x in row.modalities if x.values in media]
     for modality in modalities:
         is_feature = batch["input_ids"] == token_of(model, modality)
-        tokens[modality.token] = _number_tokens(is_feature)
+        tokens[modality.token] = is_feature.flatten().cumsum(0).view_as(is_feature) * is_feature
         if modality.by_sample:
             media |= _without_padding(modality, media)
     counts = [_features_of(model, x, media, int(tokens[x.token].max())) for x in modalities]
@@ -196,11 +196,6 @@ def _without_padding(modality: Modality, media: Mapping[str, Tensor]) -> dict[st
     return {key: x[is_medium] for key, x in flat.items()}
 
 
-def _number_tokens(is_feature: Tensor) -> Tensor:
-    """(b, S): 1, 2, ... where a token stands for a feature, 0 elsewhere."""
-    return is_feature.flatten().cumsum(0).view_as(is_feature) * is_feature
-
-
 def _media_of_rank(
     modality: Modality,
     media: Mapping[str, Tensor],
@@ -210,8 +205,9 @@ def _media_of_rank(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """(arguments for the media that this rank encodes, which of their features its tokens are).
 
-    `features` are the numbers of features of every medium, `token_numbers` (b, s) are this rank's,
-    from `_number_tokens`. The ranks of `agree` encode equally many.
+    `features` are the numbers of features of every medium; `token_numbers` (b, s) number this
+    rank's tokens that stand for features, from 1, and are 0 elsewhere. The ranks of `agree` encode
+    equally many.
     """
     features_of_rank = token_numbers[token_numbers > 0].cpu() - 1
     medium_of_feature = medium_of_rows(features)

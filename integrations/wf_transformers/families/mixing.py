@@ -244,7 +244,8 @@ class SpreadMixer:
         memo: dict[int, Any] = {id(layer.get_submodule(n)): m for n, m in replacements.items()}
         memo |= {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in layer.parameters()}
         memo[id(getattr(layer, "config", None))] = getattr(layer, "config", None)
-        memo |= {id(state): None for m in layer.modules() for state in _tensors(m)}
+        attributes = (x for m in layer.modules() for x in vars(m).values())
+        memo |= {id(x): None for x in attributes if isinstance(x, Tensor)}  # the last call's state
         layer_of_share = deepcopy(layer, memo).eval()
         for path, value in share.attributes.items():
             owner, _, name = path.rpartition(".")
@@ -261,8 +262,3 @@ class SpreadMixer:
 
     def _sum(self, _: nn.Module, __: Any, x: Tensor) -> Tensor:
         return self.exchange.sum(x)
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    """Tensor attributes that are neither parameters nor buffers, such as the last call's state."""
-    return [value for value in vars(module).values() if isinstance(value, Tensor)]

@@ -44,10 +44,6 @@ from wf_transformers.whole_batches.arguments import (
 LINEAR_HEADS = ("score", "qa_outputs")
 """Names of linears that are applied to every row before anything else of the head."""
 SPAN_LABELS = ("start_positions", "end_positions")
-PADDED_SPAN_LABELS = (
-    "attention_mask has padding, and the loss of start_positions and end_positions is over the "
-    "logits of padding too, which here are not those of one device: give samples of one length"
-)
 
 
 def head_is_over_all_rows(model: nn.Module) -> bool:
@@ -100,7 +96,11 @@ class HeadHooks:
         mask = arguments.get("attention_mask")
         padded = isinstance(mask, Tensor) and not bool(mask.all())
         if padded and any(arguments.get(key) is not None for key in SPAN_LABELS):
-            raise NotImplementedError(PADDED_SPAN_LABELS)
+            raise NotImplementedError(
+                "attention_mask has padding, and the loss of start_positions and end_positions is "
+                "over the logits of padding too, which here are not those of one device: give "
+                "samples of one length"
+            )
         if model.training and torch.is_grad_enabled():
             self._handle.compare_first(arguments)
 
