@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.autochunk.graph.models import NAMES, TOKENS, model_and_inputs
 from tests.autochunk.helpers import (
     ANY_SLOWDOWN,
+    Lambda,
     TensorConstant,
     in_float64,
     measured_peak,
@@ -238,3 +239,14 @@ def test_peak_holds_under_torch_compile() -> None:
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x))
         assert profiled_peak(lambda: compiled(x)) <= 1.05 * chunked.plan.peak
+
+
+def test_batch_norm_of_a_transposed_input_has_the_strides_of_a_real_run() -> None:
+    def function(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        y = norm(x.mT).mT.contiguous().as_strided(x.shape, x.stride())
+        return x + (y @ y.mT).softmax(-1) @ y
+
+    model, x = Lambda(function, nn.BatchNorm1d(16)).eval(), torch.randn(1, 128, 16)
+    chunked = autochunk(model, (x,), max_memory=0.5, max_slowdown=ANY_SLOWDOWN)
+    with torch.no_grad():
+        assert chunked.plan.regions and relative_error(chunked(x), model(x)) < 1e-5

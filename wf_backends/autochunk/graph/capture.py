@@ -21,6 +21,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from wf_backends.autochunk.graph.blocks import inline_blocks
@@ -38,6 +39,7 @@ from wf_backends.autochunk.graph.packing import skipped_packing_check
 from wf_backends.autochunk.slicing import changed, split_group_norms
 
 aten = torch.ops.aten
+_torch_batch_norm = functional.batch_norm
 _BY_SHAPE = {aten.view_as.default: aten.view.default, aten.reshape_as.default: aten.reshape.default}
 _NOT_HASHED = re.compile(r"device\(type='\w+'(, index=\d+)?\)|\b[bc]_")  # [bc]_: buffer or constant
 
@@ -170,12 +172,19 @@ def _export_as_eager(model: nn.Module, args: tuple) -> Any:
     eager = {"is_compiling": lambda: False, "is_exporting": lambda: False}
     no_stacks = mock.patch.object(fx_config, "do_not_emit_stack_traces", True, create=True)
     lazy = _use_lazy_graph_module(True)
-    with torch.no_grad(), no_stacks, lazy, skipped_packing_check():
+    norms = mock.patch.object(functional, "batch_norm", _batch_norm)
+    with torch.no_grad(), no_stacks, lazy, norms, skipped_packing_check():
         try:
             with mock.patch.dict(vars(torch.compiler), eager):
                 return torch.export.export(model, args, strict=False)
         except Exception:  # for instance a branch on a tensor's value, which only eager runs take
             return torch.export.export(model, args, strict=False)
+
+
+def _batch_norm(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """That of torch, of contiguous rows: of transposed ones its result has other strides on fake
+    tensors than on real ones, and the graph would lack a `contiguous` that follows."""
+    return _torch_batch_norm(input.contiguous() if input.ndim == 3 else input, *args, **kwargs)
 
 
 def _fingerprint(graph: fx.Graph) -> str:
