@@ -21,6 +21,7 @@ from typing import Any
 
 import autochunk_models as models
 import torch
+from autochunk_compiled import compiled_table
 from autochunk_longest import ANY_SLOWDOWN, MAX_SLOWDOWN, a100_table, capped_table, small_table
 from autochunk_models import MIB, WIDE, ModelAndInputs, mib
 from measure import attempt, cores_and_load, cpu_name, cuda_seconds, print_head, print_row
@@ -33,7 +34,7 @@ from wf_backends.autochunk.graph import unchunked_peak
 HEAD = ("model", "attention", "how", "predicted MiB", "measured MiB", "saved")
 HEAD += ("predicted slowdown", "measured slowdown", "largest difference", "search s")
 SHARES = {"the least": None, "within a fifth": 0.2}
-PARTS = {"cpu": ("models", "budgets", "longest", "gpu"), "cuda": ("models", "capped")}
+PARTS = {"cpu": ("models", "budgets", "longest", "gpu", "compiled"), "cuda": ("models", "capped")}
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ def cpu_tables(args: argparse.Namespace) -> None:
         small_table(args.only)
     if "gpu" in args.parts:
         a100_table(args.only)
+    if "compiled" in args.parts:
+        compiled_table(args.only)
 
 
 def gpu_tables(args: argparse.Namespace, dtype: torch.dtype) -> None:

@@ -271,6 +271,19 @@ def measured_peak(model: nn.Module, kwargs: dict[str, Any]) -> int:
     return tracker.peak
 
 
+def profiled_peak(run: Callable[[], object]) -> int:
+    """Largest live bytes that torch's profiler sees in a run, also of buffers of compiled code."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        run()
+    results: Any = profiler.profiler
+    live = peak = 0
+    for event in results.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
 @dataclass(frozen=True)
 class DevicePeak:
     """Peak bytes of the GPU in a run, minus the bytes that were allocated before it."""

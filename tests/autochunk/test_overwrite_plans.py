@@ -122,6 +122,24 @@ def test_peak_of_elementwise_operators_holds_under_torch_compile() -> None:
     assert_peak_holds_compiled(model, torch.randn(1, 1024, 16))
 
 
+def test_peak_of_masked_scores_holds_under_torch_compile() -> None:
+    """Softmax is computed in place: the mask, which all slices read, must not seem written."""
+
+    def attend(x: Tensor, linear: nn.Module) -> Tensor:
+        q, k, v = linear(x).unflatten(-1, (3, 8, -1)).permute(2, 0, 3, 1, 4)
+        rows = torch.arange(len(x[0]), device=x.device)
+        mask = torch.where(rows[:, None] < rows, -1e9, 0.0)[None, None]
+        return (q @ k.transpose(2, 3) * 0.1 + mask).softmax(-1) @ v
+
+    model, x = Lambda(attend, nn.Linear(64, 192)).eval(), torch.randn(1, 512, 64)
+    chunked = autochunk(model, (x,), max_memory=0.6, max_slowdown=ANY_SLOWDOWN)
+    assert chunked.plan.regions
+    compiled = torch.compile(chunked)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+        assert profiled_peak(lambda: compiled(x)) <= 1.05 * chunked.plan.peak
+
+
 def test_inputs_of_a_region_are_computed_once_under_torch_compile() -> None:
     """inductor computed inputs that slices read whole again in each slice, from q, k and v."""
 

@@ -16,13 +16,12 @@ import torch
 from torch import fx, nn
 
 from wf_backends.autochunk.graph import Effects, layout
+from wf_backends.autochunk.ordering import Cut, Write, computed_before, seem_written, write
 from wf_backends.autochunk.slicing import Flow, RowsByValue, Source, Value, emit, needed_rows
 
 ROW_MULTIPLE, ROW_MULTIPLE_ON_CUDA = 16, 128  # of long slices, see `slice_length`
 
 RowRange = tuple[int, int]  # rows [lo, hi)
-Cut = tuple[int, int, int]  # (dim, lo, hi): rows [lo, hi) of a dimension
-Write = tuple[torch.Tensor, Cut, torch.Tensor]  # of a slice to rows of an output
 
 
 @dataclass(frozen=True)
@@ -153,14 +152,8 @@ class ChunkedRegion(nn.Module):
         super().__init__()
         flow, overwritten = region.flow, region.overwritten
         self.overwritten_index: int | None = None  # of the input that the last output overwrites
-        # inputs that inductor must not compute in slices; torch refuses to write to expanded ones
-        self.read = [
-            index
-            for index, (node, dim) in enumerate(flow.inputs)
-            if (dim is not None or node.op == "call_function")
-            and node is not overwritten
-            and not _is_expanded(node.meta["val"])
-        ]
+        self.computed_before = computed_before(flow, overwritten)
+        self.seem_written = seem_written(flow, self.computed_before)
         self.is_late = rows_before(flow, overwritten) > 0
         allocated = flow.outputs
         if overwritten is not None:
@@ -182,52 +175,20 @@ class ChunkedRegion(nn.Module):
         ]
         if self.overwritten_index is not None:
             outputs.append(inputs[self.overwritten_index])
+        no_rows = outputs[0], (0, 0, 0), outputs[0].new_empty(0, *outputs[0].shape[1:])
+        write([no_rows], [inputs[index] for index in self.computed_before], [])
         late: list[Write] = []
         for iteration in self.iterations:
             slices = (_narrow(x, cut) for x, cut in zip(inputs, iteration.inputs, strict=True))
             results = iteration.body(*slices)
             writes = [*late, *zip(outputs, iteration.outputs, results, strict=True)]
             late = [writes.pop()] if self.is_late else []
-            read = [inputs[index] for index in self.read]
-            _write(writes, [rows for _, _, rows in late], read)
+            is_last = iteration is self.iterations[-1]
+            read = [] if is_last else [inputs[index] for index in self.seem_written]
+            write(writes, [rows for _, _, rows in late], read)
             del results, writes  # frees a slice's results before the next slice begins
-        _write(late, [], [])
+        write(late, [], [])
         return outputs
-
-
-def _write(writes: Iterable[Write], computed: list[torch.Tensor], read: list[torch.Tensor]) -> None:
-    """Writes slices, after `computed` has read what they overwrite and before the next slice reads
-    its rows of `read`."""
-    for output, (dim, lo, hi), rows in writes:
-        if torch.compiler.is_compiling():
-            torch.ops.wallfacer.write_slice(output, dim, lo, rows, computed, read)
-        else:
-            output.narrow(dim, lo, hi - lo).copy_(rows)
-
-
-torch.library.define(
-    "wallfacer::write_slice",
-    "(Tensor(a!) output, int dim, int lo, Tensor rows, Tensor[] computed, Tensor(b!)[] read) -> ()",
-    tags=torch.Tag.flexible_layout,  # else inductor copies `output`, and results were wrong
-)
-
-
-@torch.library.impl("wallfacer::write_slice", "CompositeExplicitAutograd")
-def _write_slice(
-    output: torch.Tensor,
-    dim: int,
-    lo: int,
-    rows: torch.Tensor,
-    computed: Sequence[torch.Tensor],
-    read: Sequence[torch.Tensor],
-) -> None:
-    """For inductor, which would run slices side by side, all of them alive: copies that it can see
-    it moves behind the last slice, `computed` behind the write, and what later slices compute from
-    `read` before it. To keep that order `read` is said to be written to; it is not."""
-    output.narrow(dim, lo, rows.shape[dim]).copy_(rows)
-
-
-torch.library.register_fake("wallfacer::write_slice", lambda *_: None)
 
 
 def _iteration(flow: Flow, rows: RowsByValue, bodies: Bodies) -> Iteration:
@@ -267,10 +228,6 @@ def _slice_source(
         return node
     args = node, source.dim, lo - first, hi - first
     return graph.call_function(torch.ops.aten.slice.Tensor, args)
-
-
-def _is_expanded(value: torch.Tensor) -> bool:
-    return any(n > 1 and stride == 0 for n, stride in zip(value.shape, value.stride(), strict=True))
 
 
 def _narrow(value: torch.Tensor, cut: Cut | None) -> torch.Tensor:

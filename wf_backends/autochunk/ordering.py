@@ -1,0 +1,97 @@
+"""Writes slices of a region so that torch's compiler, inductor, keeps their order.
+
+In its graph a region is unrolled. Inductor would run slices side by side, all of them alive: copies
+that it can see it moves behind the last slice. So slices are written by an operator of ours, which
+it does not see into, and whose declared writes and reads give the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import fx
+
+from wf_backends.autochunk.slicing import Flow, Value
+
+Cut = tuple[int, int, int]  # (dim, lo, hi): rows [lo, hi) of a dimension
+Write = tuple[torch.Tensor, Cut, torch.Tensor]  # of a slice to rows of an output
+
+
+def write(writes: Iterable[Write], computed: list[torch.Tensor], read: list[torch.Tensor]) -> None:
+    """Write slices, after `computed` is there and before the next slice reads its rows of `read`.
+
+    Args:
+        computed: what reads rows that are overwritten, or what no slice shall compute again.
+        read: inputs of the region, see `seem_written`.
+    """
+    for output, (dim, lo, hi), rows in writes:
+        if torch.compiler.is_compiling():
+            torch.ops.wallfacer.write_slice(output, dim, lo, rows, computed, read)
+        else:
+            output.narrow(dim, lo, hi - lo).copy_(rows)
+
+
+torch.library.define(
+    "wallfacer::write_slice",
+    "(Tensor(a!) output, int dim, int lo, Tensor rows, Tensor[] computed, Tensor(b!)[] read) -> ()",
+    tags=torch.Tag.flexible_layout,  # else inductor copies `output`, and results were wrong
+)
+
+
+@torch.library.impl("wallfacer::write_slice", "CompositeExplicitAutograd")
+def _write_slice(
+    output: torch.Tensor,
+    dim: int,
+    lo: int,
+    rows: torch.Tensor,
+    computed: Sequence[torch.Tensor],
+    read: Sequence[torch.Tensor],
+) -> None:
+    """`read` is said to be written to, for the order; it is not."""
+    output.narrow(dim, lo, rows.shape[dim]).copy_(rows)
+
+
+torch.library.register_fake("wallfacer::write_slice", lambda *_: None)
+
+
+def computed_before(flow: Flow, overwritten: fx.Node | None) -> list[int]:
+    """The inputs of a region, by index, that inductor must not compute in slices. Without expanded
+    ones, since torch refuses operators that write to them."""
+    return [
+        index
+        for index, (node, dim) in enumerate(flow.inputs)
+        if (dim is not None or node.op == "call_function")
+        and node is not overwritten
+        and not _is_expanded(node.meta["val"])
+    ]
+
+
+def seem_written(flow: Flow, candidates: Iterable[int]) -> list[int]:
+    """The inputs of these that have to seem written after each slice, for the next one to wait.
+
+    Each operator depends on one of them, and those that are not pointwise read none of the others:
+    a matmul may copy an input first. They are few, because inductor computes nothing in place that
+    reads one of them, such as a softmax of scores with a mask.
+    """
+    through_views: dict[Value, set[int]] = {flow.inputs[index]: {index} for index in candidates}
+    depends = dict(through_views)
+    chosen: set[int] = set()
+    pointwise: list[set[int]] = []
+    for op in flow.operators:
+        read = {i for source in op.sources for i in through_views.get(source.value, ())}
+        depends[op.value] = {i for source in op.sources for i in depends.get(source.value, ())}
+        if getattr(op.node.target, "is_view", False):
+            through_views[op.value] = read
+        elif torch.Tag.pointwise in getattr(op.node.target, "tags", ()):
+            pointwise.append(depends[op.value])
+        else:
+            chosen |= read
+    for inputs in pointwise:
+        if inputs and not inputs & chosen:
+            chosen.add(min(inputs))
+    return sorted(chosen)
+
+
+def _is_expanded(value: torch.Tensor) -> bool:
+    return any(n > 1 and stride == 0 for n, stride in zip(value.shape, value.stride(), strict=True))
