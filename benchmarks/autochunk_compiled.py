@@ -12,7 +12,7 @@ import torch
 from autochunk_longest import ANY_SLOWDOWN
 from autochunk_models import ModelAndInputs, mib
 from measure import print_head, print_row
-from torch._inductor.exc import InductorError
+from torch._dynamo.exc import BackendCompilerFailed
 
 from wf_backends.autochunk import autochunk
 
@@ -41,7 +41,7 @@ def compiled_table(only: str) -> None:
                 names = name, "fused" if fused else "eager"
                 try:
                     print_row(*names, *compiled_cells(make, size, fused))
-                except InductorError:
+                except BackendCompilerFailed:
                     print_row(*names, "torch's inductor fails", *[""] * 7)
 
 
