@@ -22,7 +22,7 @@ def write(writes: Iterable[Write], computed: list[torch.Tensor], read: list[torc
     """Write slices, after `computed` is there and before the next slice reads its rows of `read`.
 
     Args:
-        computed: what reads rows that are overwritten, or what no slice shall compute again.
+        computed: what reads rows that are overwritten.
         read: inputs of the region, see `seem_written`.
     """
     for output, (dim, lo, hi), rows in writes:
@@ -55,26 +55,22 @@ def _write_slice(
 torch.library.register_fake("wallfacer::write_slice", lambda *_: None)
 
 
-def computed_before(flow: Flow, overwritten: fx.Node | None) -> list[int]:
-    """The inputs of a region, by index, that inductor must not compute in slices. Without expanded
-    ones, since torch refuses operators that write to them."""
-    return [
-        index
+def seem_written(flow: Flow, overwritten: fx.Node | None) -> list[int]:
+    """The inputs of a region, by index, that have to seem written after each slice, for the next
+    one to wait.
+
+    Each operator depends on one of them, and those that are not pointwise read none of the others
+    that are sliced or computed: a matmul may copy an input first. They are few, because inductor
+    computes nothing in place that reads one of them, such as a softmax of scores with a mask. torch
+    refuses operators that write to expanded inputs.
+    """
+    through_views: dict[Value, set[int]] = {
+        (node, dim): {index}
         for index, (node, dim) in enumerate(flow.inputs)
         if (dim is not None or node.op == "call_function")
         and node is not overwritten
         and not _is_expanded(node.meta["val"])
-    ]
-
-
-def seem_written(flow: Flow, candidates: Iterable[int]) -> list[int]:
-    """The inputs of these that have to seem written after each slice, for the next one to wait.
-
-    Each operator depends on one of them, and those that are not pointwise read none of the others:
-    a matmul may copy an input first. They are few, because inductor computes nothing in place that
-    reads one of them, such as a softmax of scores with a mask.
-    """
-    through_views: dict[Value, set[int]] = {flow.inputs[index]: {index} for index in candidates}
+    }
     depends = dict(through_views)
     chosen: set[int] = set()
     pointwise: list[set[int]] = []

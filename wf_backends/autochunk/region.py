@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from wf_backends.autochunk.graph import Effects, layout
-from wf_backends.autochunk.ordering import Cut, Write, computed_before, seem_written, write
+from wf_backends.autochunk.ordering import Cut, Write, seem_written, write
 from wf_backends.autochunk.slicing import Flow, RowsByValue, Source, Value, emit, needed_rows
 
 ROW_MULTIPLE, ROW_MULTIPLE_ON_CUDA = 16, 128  # of long slices, see `slice_length`
@@ -152,8 +152,7 @@ class ChunkedRegion(nn.Module):
         super().__init__()
         flow, overwritten = region.flow, region.overwritten
         self.overwritten_index: int | None = None  # of the input that the last output overwrites
-        self.computed_before = computed_before(flow, overwritten)
-        self.seem_written = seem_written(flow, self.computed_before)
+        self.seem_written = seem_written(flow, overwritten)
         self.is_late = rows_before(flow, overwritten) > 0
         allocated = flow.outputs
         if overwritten is not None:
@@ -175,8 +174,6 @@ class ChunkedRegion(nn.Module):
         ]
         if self.overwritten_index is not None:
             outputs.append(inputs[self.overwritten_index])
-        no_rows = outputs[0], (0, 0, 0), outputs[0].new_empty(0, *outputs[0].shape[1:])
-        write([no_rows], [inputs[index] for index in self.computed_before], [])
         late: list[Write] = []
         for iteration in self.iterations:
             slices = (_narrow(x, cut) for x, cut in zip(inputs, iteration.inputs, strict=True))
