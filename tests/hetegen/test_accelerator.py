@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from queue import SimpleQueue
@@ -253,17 +254,42 @@ def test_a_default_device_changes_nothing(flags: bool) -> None:
     torch.testing.assert_close(out, MLP()(x), rtol=0, atol=1e-5)
 
 
+def fail_in_worker(device: Accelerator, out: Tensor) -> None:
+    """A worker looks up a token that the vocabulary lacks."""
+    ids, weight = torch.tensor([1, 99]), torch.ones(4, 3)
+    device.wait([device.compute_on_host("look_up", weight, ids, out, 8)])
+
+
+def test_an_error_of_a_worker_is_raised_at_once_and_once_in_the_main_thread(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The caller calls nothing of HeteGen more."""
+    model, device = MLP(), Accelerator(RATES, EmulatedStreams(flags=True))
+    handle = dispatch_model(model, MEMORY, device, alpha=0.5)
+    out, x = torch.zeros(2, 3), torch.randn(1, 64)
+    with pytest.raises(RuntimeError, match="are NaN.*index out of range"):
+        fail_in_worker(device, out)
+        out.sum().item()
+        pytest.fail("nothing was raised")
+    assert re.search("are NaN.*index out of range", capfd.readouterr().err)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), MLP()(x), rtol=0, atol=1e-5)
+    handle.report()
+    handle.remove()
+
+
 @pytest.mark.parametrize("raised_by", ["next call", "report", "remove"])
-def test_an_error_of_a_worker_makes_nan_and_is_raised_by_what_comes_next(
+def test_an_error_of_a_worker_is_raised_by_what_comes_next_in_another_thread(
     raised_by: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model, device = MLP(), Accelerator(RATES, EmulatedStreams(flags=True))
     handle = dispatch_model(model, MEMORY, device, alpha=0.5)
-    ids, out = torch.tensor([1, 99]), torch.zeros(2, 3)
+    out = torch.zeros(2, 3)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(fail_in_worker, device, out).result()
     with torch.no_grad():
-        device.wait([device.compute_on_host("look_up", torch.ones(4, 3), ids, out, 8)])
         assert out.isnan().all()
-        assert re.search("are NaN.* will raise: index out of range", capfd.readouterr().err)
+        assert re.search("are NaN.*index out of range", capfd.readouterr().err)
         with pytest.raises(RuntimeError, match="index out of range"):
             if raised_by == "next call":
                 model(torch.randn(1, 64))

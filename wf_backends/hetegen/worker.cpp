@@ -14,10 +14,12 @@
 #include <deque>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -49,7 +51,7 @@ class Flag {
   int64_t* value_;
 };
 
-class Worker {
+class Worker : public std::enable_shared_from_this<Worker> {
  public:
   // ready, done: int64, pinned, zero. busy_seconds: float64, to which the time of tasks is added.
   Worker(Tensor ready, Tensor done, Tensor busy_seconds)
@@ -107,6 +109,7 @@ class Worker {
   int64_t submit(int64_t ready, Tensor out, std::function<void()> run) {
     std::vector<Task> ended;  // freed here, with the GIL: freeing may need it, or call CUDA
     std::lock_guard lock(mutex_);
+    caller_ = PyThread_get_thread_ident();
     ended.swap(ended_);
     queue_.push_back({++last_, ready, std::move(run), std::move(out)});
     changed_.notify_one();
@@ -127,11 +130,29 @@ class Worker {
       std::string error = wait_until_ready(task.ready) ? run(task) : "";
       lock.lock();
       if (error_.empty()) error_ = error;
+      if (!error.empty()) Py_AddPendingCall(raise_error, new std::weak_ptr(weak_from_this()));
       done_.write(task.number);
       ended_.push_back(std::move(task));
       working_ = false;
       idle_.notify_all();
     }
+  }
+
+  // Python's main thread runs this between two bytecodes, as it raises KeyboardInterrupt: a caller
+  // who reads the outputs of its last call gets the error. Other threads get it by `check` alone.
+  static int raise_error(void* worker) {
+    std::unique_ptr<std::weak_ptr<Worker>> pointer(static_cast<std::weak_ptr<Worker>*>(worker));
+    std::shared_ptr<Worker> self = pointer->lock();
+    std::string error = self ? self->take_error() : "";
+    if (error.empty()) return 0;
+    PyErr_SetString(PyExc_RuntimeError, error.c_str());
+    return -1;
+  }
+
+  // The error, if this thread submitted the last task; it is not raised again.
+  std::string take_error() {
+    std::lock_guard lock(mutex_);
+    return caller_ == PyThread_get_thread_ident() ? std::exchange(error_, "") : "";
   }
 
   // Whether the flag `ready` came to the number; false after `cancel`.
@@ -146,7 +167,7 @@ class Worker {
   }
 
   // Runs a task; returns its error, or "". The output of a task that failed is NaN, if it can be,
-  // and stderr says so at once: the caller may be reading outputs, and call nothing more.
+  // and stderr says so at once: a caller other than the main thread may call nothing more.
   std::string run(Task& task) {
     auto start = Clock::now();
     std::string error;
@@ -159,8 +180,8 @@ class Worker {
     }
     if (!error.empty()) {
       if (task.out.is_floating_point()) task.out.fill_(std::numeric_limits<double>::quiet_NaN());
-      TORCH_WARN("HeteGen: rows of a split weight are NaN. A call of the model, report() or "
-                 "remove() will raise: ", error);
+      error = "HeteGen: rows of a split weight are NaN, since a worker failed: " + error;
+      TORCH_WARN(error);
     }
     *busy_seconds_.data_ptr<double>() += std::chrono::duration<double>(Clock::now() - start).count();
     return error;
@@ -176,13 +197,14 @@ class Worker {
   bool working_ = false, closed_ = false;
   std::atomic<bool> cancelled_ = false;
   std::string error_;
+  unsigned long caller_ = 0;  // Python's thread that submitted the last task
   std::thread thread_;  // the last member: it uses all others
 };
 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  pybind11::class_<Worker>(module, "Worker")
+  pybind11::class_<Worker, std::shared_ptr<Worker>>(module, "Worker")
       .def(pybind11::init<Tensor, Tensor, Tensor>())
       .def("copy", &Worker::copy)
       .def("multiply", &Worker::multiply)
