@@ -278,6 +278,37 @@ def test_an_error_of_a_worker_is_raised_at_once_and_once_in_the_main_thread(
     handle.remove()
 
 
+def test_rows_whose_copy_failed_after_a_call_are_copied_again_by_the_next() -> None:
+    model, x, count = MLP(), torch.randn(1, 64), Counter[str]()
+    device = Accelerator(RATES, EmulatedStreams(flags=True))
+    with dispatch_model(model, MEMORY, device, alpha=0.0), torch.no_grad():
+        link = device._worker("link")
+        assert link is not None
+        thread = link.thread
+
+        def copy(rows: Tensor, pinned: Tensor, ready: int) -> int:
+            count["copies"] += 1
+            if count["copies"] == count["fails"]:  # after a wait
+                return thread.copy(rows.flatten()[:3], pinned, 10**9)
+            return thread.copy(rows, pinned, ready)
+
+        link.thread = SimpleNamespace(
+            copy=copy, check=thread.check, cancel=thread.cancel, has_raised=thread.has_raised
+        )
+        model(x)
+        before = count["copies"]
+        model(x)
+        count["fails"] = 2 * count["copies"] - before  # the last of this pass: rows for the next
+        out = model(x)
+        with pytest.raises(RuntimeError, match="a worker failed"):
+            for _ in range(int(TIMEOUT / 0.01)):
+                link._ready.fill_(10**9)  # again: the link's stream writes to it, too
+                time.sleep(0.01)
+        device.streams.synchronize()
+        link._ready.copy_(link._done)
+        torch.testing.assert_close(model(x), out, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("raised_by", ["next call", "report", "remove"])
 def test_an_error_of_a_worker_is_raised_by_what_comes_next_in_another_thread(
     raised_by: str, capfd: pytest.CaptureFixture[str]

@@ -184,6 +184,9 @@ class Accelerator(Lanes):
         for worker in (self._workers or {}).values():
             worker.thread.check()
 
+    def has_raised(self) -> bool:
+        return any(worker.thread.has_raised() for worker in (self._workers or {}).values())
+
     def _record(self, stream: Any, timed: bool = False) -> Any:
         """An event at the end of the work that the stream has now."""
         event = self.streams.event(timed)

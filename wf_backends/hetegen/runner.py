@@ -108,12 +108,17 @@ class Runner(Uncopyable):
         """Hold the lock; if the block raises anything, even Ctrl-C, stop the lanes and restart."""
         with self._lock:
             self._refuse_if_ended()
+            if self._device.has_raised():
+                self._stop()
             try:
                 yield
             except BaseException:
-                self._device.stop()
-                self._restart()
+                self._stop()
                 raise
+
+    def _stop(self) -> None:
+        self._device.stop()
+        self._restart()
 
     def linear(self, index: int, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (..., columns) times the transposed weight `index`, plus bias (rows,): (..., rows).

@@ -19,7 +19,6 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 namespace {
@@ -74,10 +73,16 @@ class Worker : public std::enable_shared_from_this<Worker> {
     return submit(last_ + 1, out, [=] { out.copy_(at::embedding(weight, ids)); });
   }
 
-  // Raises the first error of a task since the last `cancel`.
+  // Raises the first error of a task since the last `cancel`, unless the main thread has raised it.
   void check() {
     std::lock_guard lock(mutex_);
-    if (!error_.empty()) throw std::runtime_error(error_);
+    if (!error_.empty() && !raised_) throw std::runtime_error(error_);
+  }
+
+  // Whether the main thread has raised an error, and nothing was cancelled since.
+  bool has_raised() {
+    std::lock_guard lock(mutex_);
+    return raised_;
   }
 
   // Ends all tasks, though those that had not begun did nothing.
@@ -90,6 +95,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
     idle_.wait(lock, [this] { return !working_; });
     done_.write(last_);
     cancelled_ = false;
+    raised_ = false;
     error_.clear();
   }
 
@@ -143,16 +149,13 @@ class Worker : public std::enable_shared_from_this<Worker> {
   static int raise_error(void* worker) {
     std::unique_ptr<std::weak_ptr<Worker>> pointer(static_cast<std::weak_ptr<Worker>*>(worker));
     std::shared_ptr<Worker> self = pointer->lock();
-    std::string error = self ? self->take_error() : "";
-    if (error.empty()) return 0;
-    PyErr_SetString(PyExc_RuntimeError, error.c_str());
+    if (!self) return 0;
+    std::lock_guard lock(self->mutex_);
+    if (self->error_.empty() || self->raised_) return 0;
+    if (self->caller_ != PyThread_get_thread_ident()) return 0;
+    self->raised_ = true;
+    PyErr_SetString(PyExc_RuntimeError, self->error_.c_str());
     return -1;
-  }
-
-  // The error, if this thread submitted the last task; it is not raised again.
-  std::string take_error() {
-    std::lock_guard lock(mutex_);
-    return caller_ == PyThread_get_thread_ident() ? std::exchange(error_, "") : "";
   }
 
   // Whether the flag `ready` came to the number; false after `cancel`.
@@ -194,7 +197,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
   std::deque<Task> queue_;
   std::vector<Task> ended_;
   int64_t last_ = 0;
-  bool working_ = false, closed_ = false;
+  bool working_ = false, closed_ = false, raised_ = false;
   std::atomic<bool> cancelled_ = false;
   std::string error_;
   unsigned long caller_ = 0;  // Python's thread that submitted the last task
@@ -210,6 +213,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("multiply", &Worker::multiply)
       .def("look_up", &Worker::look_up)
       .def("check", &Worker::check)
+      .def("has_raised", &Worker::has_raised)
       .def("cancel", &Worker::cancel)
       .def("close", &Worker::close);
 }
