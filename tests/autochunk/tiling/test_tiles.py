@@ -171,6 +171,40 @@ def test_hooks_of_parameters_and_modules_run_once_a_step() -> None:
     assert sorted(calls) == sorted([*names, *names, "layer", "layer"])
 
 
+def test_backward_computes_with_the_buffers_of_the_forward() -> None:
+    class Masked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.mask)
+
+    model, x = nn.Sequential(Masked(WIDTH, WIDTH)).double(), torch.randn(2, ROWS, WIDTH).double()
+    model[0].register_buffer("mask", torch.empty(0))
+
+    def loss(model: nn.Module) -> Tensor:
+        total = torch.zeros(())
+        for factor in (1, 2, 3):
+            model[0].mask = torch.full((WIDTH,), factor).double()
+            total = total + model(x).square().sum()
+        return total
+
+    expected = gradients(model, loss)
+    with tile_modules(model, [Tiles("0", 1, 3)]):
+        assert_close(gradients(model, loss), expected)
+
+
+def test_hook_inside_a_tiled_module_may_ask_for_gradients() -> None:
+    """transformers' `enable_input_require_grads`: a reentrant checkpoint behind frozen embeddings
+    had no backward."""
+    model = nn.Sequential(
+        nn.Sequential(nn.Embedding(5, WIDTH)), TwoLayers(use_reentrant=True)
+    ).double()
+    model[0].requires_grad_(False)
+    model[0][0].register_forward_hook(lambda _, __, output: output.requires_grad_())
+    ids = torch.randint(5, (2, ROWS))
+    expected = gradients(model, lambda m: m(ids).square().sum())
+    with tile_modules(model, [Tiles("0", 1, 3)]):
+        assert_close(gradients(model, lambda m: m(ids).square().sum()), expected)
+
+
 def test_backward_recomputes_under_the_autocast_of_the_forward() -> None:
     """The backward itself runs outside of autocast. The tolerance, 0.02, is that of bfloat16."""
     model, dtypes = TwoLayers(), list[torch.dtype]()

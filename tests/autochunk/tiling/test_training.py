@@ -10,7 +10,9 @@ import math
 import sys
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,32 +182,104 @@ def test_module_that_computes_with_the_number_of_its_rows_is_not_planned(factor:
 
 
 class KeepingMlp(Mlp):
-    """Keeps the mean of its input: in an attribute, a list or a buffer, which it replaces."""
+    """Keeps the mean or the number of rows of its input: in an attribute, a list, a buffer, which
+    it replaces, or in another object."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
-        self.where = where
+        self.where, self.other = where, SimpleNamespace()
         self.losses: list[Tensor] = []
         self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.where == "losses":
             self.losses.append(x.square().mean())
+        elif self.where == "rows":
+            self.rows = x.shape[1]
         else:
-            setattr(self, self.where, x.detach().mean())
+            owner = self.other if self.where == "a place outside its results" else self
+            setattr(owner, self.where, x.detach().mean())
         return super().forward(x)
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")  # from torch.export
-@pytest.mark.parametrize("where", ["loss", "losses", "mean"])
-def test_module_that_keeps_a_tensor_of_its_call_is_not_planned(where: str) -> None:
-    """Tiles would leave the tensor of the last tile there, without its gradient."""
+@pytest.mark.parametrize("where", ["loss", "losses", "mean", "rows", "a place outside its results"])
+def test_module_that_keeps_a_value_of_its_call_is_not_planned(where: str) -> None:
+    """Tiles would leave the value of the last tile there, without its gradient."""
     model = build_decoder()
     model.mlp[1] = KeepingMlp(where)
     plan = plan_of(model, max_slowdown=1.0)
     assert planned_modules(plan) == ["head", "mlp.0"]
-    reason = f"no tiles: it keeps a tensor of each call in {where}"
+    reason = f"no tiles: it keeps a value of each call in {where}"
     assert ("KeepingMlp", reason) in plan.refused
+
+
+@dataclass
+class Output:
+    """No container that pytree knows."""
+
+    y: Tensor
+
+
+class OwnBackward(torch.autograd.Function):
+    """Its gradients have a norm of 1: that of all rows, or of a tile's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] / grads[0].norm()
+
+
+class InAForm(Mlp):
+    """Its result is the same for a tile, except for its form or its gradient."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, x: Tensor, results: dict[str, Tensor] | None = None) -> Any:
+        y = super().forward(x)
+        if results is not None:
+            results["square"] = y.square()
+        number = (y, x.shape[1])
+        forms = {"dict": y, "number": number, "object": Output(y), "backward": OwnBackward.apply(y)}
+        return forms[self.form]
+
+
+class ReadsAForm(nn.Module):
+    """`mlp.1` of a decoder."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.part, self.form = InAForm(form), form
+
+    def forward(self, x: Tensor) -> Tensor:
+        results: dict[str, Tensor] = {}
+        y = self.part(x, results) if self.form == "dict" else self.part(x)
+        y = y[0] / y[1] if self.form == "number" else getattr(y, "y", y)
+        return x + y.mean() + sum(square.mean() for square in results.values())
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ("dict", "it keeps a value of each call in a place outside its results"),
+        ("number", "it computes with the number of its rows"),
+        ("object", "it keeps a value of each call in a place outside its results"),
+        ("backward", "its backward is that of OwnBackward, which has no rule"),
+    ],
+)
+def test_module_whose_tiles_would_give_other_results_or_gradients_is_not_planned(
+    form: str, reason: str
+) -> None:
+    model = build_decoder()
+    model.mlp[1] = ReadsAForm(form)
+    plan = plan_of(model, max_slowdown=1.0)
+    assert planned_modules(plan) == ["head", "mlp.0"]
+    assert ("InAForm", f"no tiles: {reason}") in plan.refused
 
 
 class Conditioned(Mlp):

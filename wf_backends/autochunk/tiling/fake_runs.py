@@ -4,22 +4,25 @@ A module is refused if it computes with the number of its rows, or keeps tensors
 rows. The graph does not show where a number comes from, as in x / (len(x) - 1), or a branch on the
 length. So the module also runs on the rows of a tile: it must run the same operators with the same
 numbers as on all rows. Nor does the graph show that a module keeps a tensor of its call in an
-attribute, such as an auxiliary loss: this would be that of one tile. Or that it finds a tensor in
-an attribute instead of among its arguments: this would get no gradient, and be another one when the
-backward computes the tile again.
+attribute, such as an auxiliary loss, or in a list that it is given: this would be that of one tile.
+Or that it finds a tensor in an attribute instead of among its arguments: this would get no
+gradient, and be another one when the backward computes the tile again. Or what the backward of an
+autograd function of its own computes.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -115,7 +118,7 @@ def refuse_row_counts(
         for spec in tiles:
             if not spec.loss:
                 module = model.get_submodule(spec.module)
-                compare = partial(_compare, TiledCall(Original(module), spec.dim, spec.tiles))
+                compare = partial(_compare, TiledCall(_Watched(module), spec.dim, spec.tiles))
                 hook = module.register_forward_pre_hook(compare, with_kwargs=True)
                 stack.callback(hook.remove)
         stack.enter_context(as_capture_errors(model, "run on fake tensors"))
@@ -123,48 +126,97 @@ def refuse_row_counts(
             functional_call(model, buffers, args, dict(kwargs), tie_weights=False)
 
 
+class _Watched(Original):
+    """A module's forward that holds its arguments, to whose lists and dicts it may write, and the
+    names of attributes that it changed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.changed: dict[str, None] = {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        held, self.given = _held(self.module), (args, kwargs)
+        result = super().forward(*args, **kwargs)
+        for name, values in _held(self.module).items():
+            if not _same(values, held.get(name, [])):
+                self.changed[name] = None
+        return result
+
+
 def _compare(
     tiled: TiledCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Compare what a module runs on all rows, on those of a tile, and on those of the last tile."""
     call, tensors = tiled.prepared(args, kwargs)
+    refusal = f"{type(module).__name__} cannot be tiled:"
     whole = _operators(call, tensors, call.rows)
-    held, refusal = _held_tensors(module), f"{type(module).__name__} cannot be tiled:"
     if whole.finds_tensors:
         raise CaptureError(f"{refusal} it computes with a tensor that it is not given")
+    if function := _own_function(call, tensors):
+        raise CaptureError(f"{refusal} its backward is that of {function}, which has no rule")
     for rows in {rows for _, rows in call.bounds()}:
         if _operators(call, tensors, rows).calls != whole.calls:
             raise CaptureError(f"{refusal} it computes with the number of its rows")
-    kept = [name for name, xs in _held_tensors(module).items() if not _same(xs, held.get(name, []))]
-    if kept:
-        raise CaptureError(f"{refusal} it keeps a tensor of each call in {', '.join(kept)}")
+    names = cast(_Watched, tiled.fn).changed
+    if names or whole.keeps_tensors:
+        where = ", ".join(names) or "a place outside its results"
+        raise CaptureError(f"{refusal} it keeps a value of each call in {where}")
 
 
-def _held_tensors(module: nn.Module) -> dict[str, list[Tensor]]:
-    """The tensors of each attribute and buffer of all modules inside, also in lists and dicts."""
+def _held(module: nn.Module) -> dict[str, list[Any]]:
+    """The tensors and numbers of each attribute and buffer of all modules inside, also in lists
+    and dicts."""
     return {
-        f"{path}.{name}".lstrip("."): [x for x in pytree.tree_leaves(value) if torch.is_tensor(x)]
+        f"{path}.{name}".lstrip("."): [x for x in pytree.tree_leaves(value) if _is_value(x)]
         for path, part in module.named_modules()
         for name, value in {**vars(part), **part._buffers}.items()
         if name not in ("_parameters", "_buffers")
     }
 
 
-def _same(some: list[Tensor], others: list[Tensor]) -> bool:
-    return [*map(id, some)] == [*map(id, others)]
+def _is_value(x: object) -> bool:
+    return isinstance(x, Tensor | int | float)
+
+
+def _same(some: list[Any], others: list[Any]) -> bool:
+    """Whether they are the same tensors and equal numbers."""
+    pairs = zip(some, others, strict=False)
+    same = (x is y or not (torch.is_tensor(x) or torch.is_tensor(y)) and x == y for x, y in pairs)
+    return len(some) == len(others) and all(same)
+
+
+def _own_function(call: CallInTiles, tensors: Sequence[Tensor]) -> str:
+    """The name of an autograd function, not of torch, that the module calls; "" if there is none:
+    rows that its backward mixes are not in the graph."""
+    tile = [x.detach() for x in call.tile(tensors, 0, call.rows)]
+    with torch.enable_grad():
+        results = call.run([x.requires_grad_(x.is_floating_point()) for x in tile])
+    nodes, seen = [x.grad_fn for x in results], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [read for read, _ in node.next_functions]
+            function = getattr(node, "_forward_cls", torch.autograd.Function)
+            if function.__module__.partition(".")[0] != "torch":
+                return function.__name__
+    return ""
 
 
 def _operators(call: CallInTiles, tensors: Sequence[Tensor], rows: int) -> _Operators:
     torch.clear_autocast_cache()  # else autocast casts the weights for the first rows only
     tile = call.tile(tensors, 0, rows)
-    with _Operators([*tile, *call.tiled.fn.buffers()]) as operators:
+    with _Operators(tile) as operators:
         call.run(tile)
+    torch.clear_autocast_cache()
+    operators.look_for_kept()
+    operators.calls.append(("results", *filter(_is_value, call.result_leaves)))
     return operators
 
 
 class _Operators(TorchDispatchMode):
     """Records the operators that compute something, with the numbers that they are given, and
-    whether one reads a tensor that was not `given`.
+    whether one reads a tensor that was not `given`, or makes one that somebody keeps.
 
     Integers that the operator's schema declares are no such numbers: they are dimensions and sizes.
     """
@@ -172,8 +224,9 @@ class _Operators(TorchDispatchMode):
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
         self.calls: list[tuple[Any, ...]] = []
-        self.finds_tensors = False
-        self._known = _storages(given)
+        self.finds_tensors = self.keeps_tensors = False
+        self._known = set(_storages(given))
+        self._made: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema, kwargs = func._schema, kwargs or {}
@@ -190,10 +243,18 @@ class _Operators(TorchDispatchMode):
         if func is not aten.lift_fresh.default:  # of a number
             self.finds_tensors |= not self._known.issuperset(_storages((args, kwargs)))
         result = func(*args, **kwargs)
-        self._known |= _storages(result)
+        made = _storages(result)
+        self._made |= {key: StorageWeakRef(made[key]) for key in made.keys() - self._known}
+        self._known.update(made)
         return result
 
+    def look_for_kept(self) -> None:
+        """Called when nobody should hold any more what operators made."""
+        if not all(ref.expired() for ref in self._made.values()):
+            gc.collect()
+        self.keeps_tensors = not all(ref.expired() for ref in self._made.values())
 
-def _storages(values: Any) -> set[int]:
+
+def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
     tensors = (x for x in pytree.tree_leaves(values) if isinstance(x, Tensor))
-    return {x.untyped_storage()._cdata for x in tensors}
+    return {storage._cdata: storage for storage in (x.untyped_storage() for x in tensors)}

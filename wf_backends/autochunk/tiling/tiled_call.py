@@ -12,7 +12,7 @@ the inputs, and f must not draw random numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,6 @@ from wf_backends._compile import eager
 from wf_backends.autochunk.graph import in_fake_run
 from wf_backends.runtime import first_order_only
 
-MakeContext = Callable[[], AbstractContextManager[Any]]
 _TENSOR = object()  # in the place of a tensor among the leaves of a call
 
 
@@ -62,21 +61,21 @@ class TiledCall:
     Args:
         fn: the module to compute, with the parameters that it uses. Its own hooks do not run.
         dim, tiles: as in `Tiles`.
-
-    Attributes:
-        contexts: called with each call; what they return makes contexts for its recomputation.
     """
 
     def __init__(self, fn: nn.Module, dim: int, tiles: int) -> None:
         self.fn, self.dim, self.tiles = fn, dim, tiles
-        self.contexts: tuple[Callable[[], MakeContext], ...] = ()
-        self.owners = _parameters_of(fn)
+        self.owners = _weights_of(fn)
 
     @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of `fn`: tensors in tuples, lists and dicts."""
         call, tensors = self.prepared(args, kwargs)
-        return call.assemble(_Tiled.apply(call, *tensors))
+        results = _Tiled.apply(call, *tensors)
+        for result, asked in zip(results, call.asked_for_grads, strict=True):
+            if asked:  # by a hook, as that of transformers' `enable_input_require_grads`
+                result.requires_grad_()
+        return call.assemble(results)
 
     def prepared(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -84,15 +83,15 @@ class TiledCall:
         """A call, and the tensors that its methods take."""
         leaves, spec = tree_flatten((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return CallInTiles(self, leaves, spec), [*inputs, *self._parameters()]
+        return CallInTiles(self, leaves, spec), [*inputs, *self._weights()]
 
-    def _parameters(self) -> list[Tensor]:
-        """The current parameters: FSDP and ZeRO 3 exchange them, FSDP1 for plain attributes."""
-        tensors = {
-            key: vars(owner).get(name, owner._parameters.get(name))
+    def _weights(self) -> list[Tensor]:
+        """The current weights: FSDP and ZeRO 3 exchange them, FSDP1 for plain attributes."""
+        tensors: dict[str, Any] = {
+            key: ({**owner._parameters, **owner._buffers} | vars(owner)).get(name)
             for key, (owner, name) in self.owners.items()
         }
-        for key in {**tensors, **_parameters_of(self.fn)}:
+        for key in {**tensors, **_weights_of(self.fn)}:
             if not isinstance(tensors.get(key), Tensor):
                 raise NotImplementedError(
                     f"{key!r} was added to a tiled module, or removed: tile a complete model; FSDP1"
@@ -101,13 +100,14 @@ class TiledCall:
         return [*tensors.values()]
 
 
-def _parameters_of(fn: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """The owner of each parameter and its name there; once for each module, as
+def _weights_of(fn: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """The owner of each parameter and buffer and its name there; once for each module, as
     `functional_call(tie_weights=False)` needs."""
     return {
         f"{path}.{name}": (module, name)
         for path, module in fn.named_modules()
-        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, weight in (*module._parameters.items(), *module._buffers.items())
+        if weight is not None
     }
 
 
@@ -129,7 +129,7 @@ def _without_attributes(owners: Iterable[tuple[nn.Module, str]]) -> Iterator[Non
 class CallInTiles:
     """One call of a tiled module: makes the arguments of a tile, and one result from all tiles.
 
-    `tensors` in its methods are the tensors among the arguments, in order, then the parameters.
+    `tensors` in its methods are the tensors among the arguments, in order, then the weights.
     """
 
     def __init__(self, tiled: TiledCall, leaves: list[Any], spec: TreeSpec) -> None:
@@ -139,16 +139,13 @@ class CallInTiles:
         self.rows = _rows(inputs, tiled.dim)
         self.is_cut = [_has_rows(x, tiled.dim, self.rows) for x in inputs]
         self.is_cut += [False] * len(tiled.owners)
-        self.contexts = [_current_autocast(inputs[0].device.type), *(c() for c in tiled.contexts)]
-        self.result_leaves: list[Any] = []
+        self.autocast = _current_autocast(inputs[0].device.type)
+        self.result_leaves, self.asked_for_grads = list[Any](), list[bool]()
         self.result_spec: TreeSpec | None = None
 
     def bounds(self) -> Iterator[tuple[int, int]]:
-        """(first row, rows) of every tile; all have the same size, the last may be smaller.
-
-        Where only memory is counted: of the first two, because the second one's gradients are added
-        to the first one's, and of the last one.
-        """
+        """(first row, rows) of every tile; the last may be smaller. Where only memory is counted:
+        of the first two, whose gradients are added, and of the last one."""
         tile_rows = max(1, -(-self.rows // self.tiled.tiles))
         starts = range(0, max(1, self.rows), tile_rows)
         if in_fake_run():
@@ -163,9 +160,9 @@ class CallInTiles:
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Compute one tile; returns the tensors among its results."""
-        inputs, parameters = tensors[: self.num_inputs], tensors[self.num_inputs :]
+        inputs, weights = tensors[: self.num_inputs], tensors[self.num_inputs :]
         args, kwargs = tree_unflatten(_fill(self.leaves, inputs), self.spec)
-        named = dict(zip(self.tiled.owners, parameters, strict=True))
+        named = dict(zip(self.tiled.owners, weights, strict=True))
         with _without_attributes(self.tiled.owners.values()):
             result = functional_call(self.tiled.fn, named, args, kwargs, tie_weights=False)
         leaves, self.result_spec = tree_flatten(result)
@@ -185,7 +182,7 @@ def _fill(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
 
 
 class _Tiled(torch.autograd.Function):
-    """Tensors of the arguments, then parameters -> tensors of the result."""
+    """Tensors of the arguments, then weights -> tensors of the result."""
 
     @staticmethod
     def forward(ctx: Any, call: CallInTiles, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -197,6 +194,7 @@ class _Tiled(torch.autograd.Function):
             parts = call.run([x.detach() for x in call.tile(tensors, first, rows)])
             _refuse_without_rows(parts, dim, rows)
             if first == 0:
+                call.asked_for_grads = [x.requires_grad for x in parts]
                 shapes = [(*x.shape[:dim], call.rows, *x.shape[dim + 1 :]) for x in parts]
                 results = [x.new_empty(shape) for x, shape in zip(parts, shapes, strict=True)]
             for result, part in zip(results, parts, strict=True):
@@ -218,9 +216,7 @@ class _Tiled(torch.autograd.Function):
             tile = call.tile(tensors, first, rows)
             sinks = [gradient and gradient.sink(dim, first, rows) for gradient in gradients]
             leaves = [_leaf(x, sink) for x, sink in zip(tile, sinks, strict=True)]
-            with torch.enable_grad(), ExitStack() as stack:
-                for context in call.contexts:
-                    stack.enter_context(context())
+            with torch.enable_grad(), call.autocast():
                 parts = call.run(leaves)
             roots = [
                 (part, grad.narrow(dim, first, rows))
@@ -241,8 +237,7 @@ class _Gradient:
 
     def sink(self, dim: int, first: int, rows: int) -> Callable[[Tensor], Any]:
         """The function to call with the gradient of a tile."""
-        if self._is_cut:
-            assert self._total is not None
+        if self._is_cut and self._total is not None:
             return self._total.narrow(dim, first, rows).copy_
         return self._add
 
@@ -292,7 +287,7 @@ def _refuse_without_rows(parts: Sequence[Tensor], dim: int, rows: int) -> None:
             )
 
 
-def _current_autocast(device: str) -> MakeContext:
+def _current_autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
     """A function that gives the current autocast context, for the backward."""
     if not torch.amp.is_autocast_available(device):
         return nullcontext
