@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from tests.dense import largest
 from wf_backends.autochunk.graph import Effects, Steps, StorageTracker, capture, read_steps
-from wf_backends.autochunk.slicing import Flow, sources, trace
+from wf_backends.autochunk.slicing import Flow, trace
 
 ANY_SLOWDOWN = 4.0  # max_slowdown of tests about memory: slices cost much time in small models
 
@@ -43,7 +43,7 @@ class TensorConstant(nn.Module):
 def flow_of(model: nn.Module, args: tuple[torch.Tensor, ...], dim: int) -> Flow:
     """The flow of all operators of a model, sliced along `dim` of its output."""
     graph = capture(model, args, {}).graph
-    flow = trace([node for node in graph.nodes if node.op == "call_function"], dim, sources)
+    flow = trace([node for node in graph.nodes if node.op == "call_function"], dim)
     assert flow is not None
     return flow
 

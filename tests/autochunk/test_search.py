@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ from tests.autochunk.helpers import Lambda, attention_and_spectrum, flow_of, ste
 from wf_backends.autochunk.cost import Rates
 from wf_backends.autochunk.graph.capture import capture
 from wf_backends.autochunk.region import slice_length
-from wf_backends.autochunk.search import candidate_in
 from wf_backends.autochunk.select import Search, Selection
-from wf_backends.autochunk.slicing import sources
 
 RATES = Rates(2e-6, 1e11, 2.5e10, 1e10)
 
@@ -68,38 +65,6 @@ def test_very_long_slices_on_cuda_have_a_multiple_of_128_rows(num_slices: int, l
     with FakeTensorMode():
         flow.end.node.meta["val"] = torch.empty(5000, 4, device="cuda")
     assert slice_length(flow, num_slices) == length
-
-
-@pytest.mark.parametrize(
-    ("place", "function"),
-    [("graph.memory.sources", sources), ("select.candidate_in", candidate_in)],
-    ids=["rules", "candidates"],
-)
-def test_equal_layers_are_searched_once(
-    monkeypatch: pytest.MonkeyPatch, place: str, function: Callable[..., Any]
-) -> None:
-    """For twelve layers as few rules are asked, and as few candidates made, as for four."""
-    calls: list[object] = []
-
-    def counted(*args: Any) -> Any:
-        calls.append(args)
-        return function(*args)
-
-    monkeypatch.setattr(f"wf_backends.autochunk.{place}", counted)
-    num_calls = {}
-    for num_layers in (4, 12):
-
-        def layers(x: torch.Tensor, num_layers: int = num_layers) -> torch.Tensor:
-            for _ in range(num_layers):
-                x = x + (x @ x.transpose(-1, -2)).softmax(-1) @ x
-            return x
-
-        calls.clear()
-        selection = search_of(layers, torch.zeros(1, 256, 8)).within_slowdown(100.0)
-        num_regions = sum(len(choice.layers) for choice in selection.choices)
-        assert num_regions == 2 * num_layers - 1  # attention, and sums over all but the input
-        num_calls[num_layers] = len(calls)
-    assert 0 < num_calls[12] <= num_calls[4]
 
 
 def test_budget_that_is_slower_than_a_smaller_one_does_not_end_the_search(

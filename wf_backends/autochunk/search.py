@@ -81,7 +81,7 @@ def candidates_at(graph: Steps, peak: int) -> list[Candidate]:
         window = [step.node for step in graph.steps[min(starts) : hi + 1]]
         value = window[-1].meta["val"]
         for dim in range(value.ndim if isinstance(value, torch.Tensor) else 0):
-            flow = trace(window, dim, graph.sources)
+            flow = trace(window, dim)
             positions = [graph.position[op.node] for op in flow.operators] if flow else []
             if flow is None or peak not in positions:
                 continue
@@ -93,7 +93,7 @@ def candidates_at(graph: Steps, peak: int) -> list[Candidate]:
 
 def candidate_in(graph: Steps, lo: int, hi: int, dim: int) -> Candidate | None:
     """The candidate of steps [lo, hi] whose end is sliced along `dim`, or None."""
-    flow = trace([step.node for step in graph.steps[lo : hi + 1]], dim, graph.sources)
+    flow = trace([step.node for step in graph.steps[lo : hi + 1]], dim)
     return None if flow is None else _candidate(graph, lo, hi, flow)
 
 

@@ -26,7 +26,7 @@ from wf_backends.autochunk.graph import (
     with_copies,
 )
 from wf_backends.autochunk.search import Candidate, candidate_in, candidates_at
-from wf_backends.autochunk.slicing import SlicedOperator
+from wf_backends.autochunk.slicing import SlicedOperator, sources
 
 NUM_BISECTIONS = 8  # of the range of budgets, to find the least memory within a slowdown
 NUM_PARTS = 5  # of the range of budgets that is tried again afterwards, from the smallest on
@@ -37,8 +37,7 @@ class Chosen:
     """The same candidate in identical layers, with its number of slices and the seconds that each
     of the layers takes longer.
 
-    `layers` has the layers by their first step. A layer whose live bytes are those of another one
-    has the other one's candidate.
+    `layers` has the candidate of each layer by its first step.
     """
 
     layers: Mapping[int, Candidate]
@@ -106,7 +105,7 @@ class Search:
         dims = range(max((t.ndim for t in tensors(node)), default=0))
         if not node.all_input_nodes or all(t.numel() <= 1 for t in tensors(node)):
             return False
-        return all(self.steps.sources(node, dim) is None for dim in dims)
+        return all(sources(node, dim) is None for dim in dims)
 
     def within_slowdown(self, max_slowdown: float) -> Selection:
         """The selection of least memory whose slowdown is at most `max_slowdown`, by bisection.
@@ -163,20 +162,18 @@ class Search:
         """The live bytes at each step; of a candidate's steps only one counts, with their peak."""
         peaks = list(self.steps.peaks)
         for choice in choices:
-            peak_of = {c: c.peak(choice.num_slices) for c in choice.layers.values()}
             for lo, candidate in choice.layers.items():
-                num_steps = len(candidate.window)
-                peaks[lo : lo + num_steps] = [0] * num_steps
-                peak, step = peak_of[candidate], candidate.hi
+                peaks[lo : candidate.hi + 1] = [0] * len(candidate.window)
+                peak, step = candidate.peak(choice.num_slices), candidate.hi
                 if peak == candidate.outside_peak:
                     step = candidate.outside_peak_step
-                peaks[lo + step - candidate.lo] = peak
+                peaks[step] = peak
         return peaks
 
     def _with_fewest_slices(self, choice: Chosen, peak: int) -> Chosen:
         """The choice with no more slices than `peak` needs, which another region may cause."""
-        candidates = set(choice.layers.values())
-        num_slices = max(c.slices_within(peak) or choice.num_slices for c in candidates)
+        layers = choice.layers.values()
+        num_slices = max(c.slices_within(peak) or choice.num_slices for c in layers)
         return Chosen(choice.layers, num_slices, self._added_seconds(choice.first, num_slices))
 
     def _choose(self, step: int, budget: int, chosen: Sequence[Chosen]) -> Chosen | None:
@@ -200,12 +197,6 @@ class Search:
         if choice is None or choice.peak > budget:
             return cheapest
         return cheapest if cheapest.added_seconds < choice.added_seconds else None
-
-    def candidates(self, choice: Chosen) -> list[Candidate]:
-        """The candidates of a choice, each with the operators of its own layer."""
-        dim, reach = choice.first.flow.end.dim, len(choice.first.window)
-        found = (self._candidate_in(lo, lo + reach - 1, dim) for lo in choice.layers)
-        return [candidate for candidate in found if candidate is not None]
 
     def _added_seconds(self, candidate: Candidate, num_slices: int) -> float:
         """The seconds that slices add: in the operators, for writing outputs, and in the loop."""
@@ -234,18 +225,10 @@ class Search:
                 continue
             if max(self.steps.peaks[lo : hi + 1]) <= budget:
                 continue
-            candidate = self._candidate_like(first, lo)
+            candidate = self._candidate_in(lo, hi, first.flow.end.dim)
             if candidate is not None and candidate.peak(choice.num_slices) <= budget:
                 layers[lo] = candidate
         return replace(choice, layers=layers)
-
-    def _candidate_like(self, first: Candidate, lo: int) -> Candidate | None:
-        """The candidate of the steps from `lo` on, which have the operators of `first`; `first`
-        itself if as many bytes are live at each of them."""
-        hi, live = lo + len(first.window) - 1, self.steps.live
-        if live[lo : hi + 2] == live[first.lo : first.hi + 2]:
-            return first
-        return self._candidate_in(lo, hi, first.flow.end.dim)
 
     def _seconds(self, step: GraphStep) -> float:
         """The predicted time of an operator that is not sliced."""

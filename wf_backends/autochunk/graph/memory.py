@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,7 @@ from wf_backends.autochunk.graph.blocks import submodule
 from wf_backends.autochunk.graph.capture import layout, tensors
 from wf_backends.autochunk.graph.experts import fake_grouped_mm
 from wf_backends.autochunk.graph.tracker import StorageTracker
-from wf_backends.autochunk.slicing import Source, sources, writes, written
+from wf_backends.autochunk.slicing import writes, written
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -156,19 +156,6 @@ class Steps:
     storages: dict[fx.Node, tuple[int, ...]]  # of each node's tensors
     storage_bytes: dict[int, int]  # of the storages that operators allocate
     outputs: frozenset[int]  # the storages that the graph returns
-    _sources: dict[tuple[int, int], tuple[Source, ...] | None] = field(default_factory=dict)
-
-    def sources(self, node: fx.Node, dim: int) -> tuple[Source, ...] | None:
-        """As `slicing.sources`, computed once for calls with equal signatures."""
-        key = self.steps[self.position[node]].signature, dim
-        if writes(node):
-            return sources(node, dim)
-        if key not in self._sources:
-            self._sources[key] = sources(node, dim)
-        known = self._sources[key]
-        if not known:
-            return known
-        return tuple(replace(s, node=n) for s, n in zip(known, arguments(node), strict=True))
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:

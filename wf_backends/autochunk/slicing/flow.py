@@ -10,14 +10,14 @@ dimensions; neither is anything that such an operator depends on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
 from torch import Tensor, fx
 
-from wf_backends.autochunk.slicing.rules import Source, Value, alignment
+from wf_backends.autochunk.slicing.rules import Source, Value, alignment, sources
 
 RowsByValue = dict[Value, tuple[int, int]]  # rows [lo, hi) of each value that a slice needs
 
@@ -105,13 +105,9 @@ class Flow:
         return [n for n in others if n not in dependent], [n for n in others if n in dependent]
 
 
-def trace(
-    window: Sequence[fx.Node],
-    dim: int,
-    find_sources: Callable[[fx.Node, int], tuple[Source, ...] | None],
-) -> Flow | None:
+def trace(window: Sequence[fx.Node], dim: int) -> Flow | None:
     """The flow within `window` that ends at its last node, sliced along `dim`; None if there is no
-    such flow. `find_sources` is `sources`, or the same from a cache."""
+    such flow."""
     # How the operators so far need each node sliced: dimension and scale; None: needed whole.
     needs: dict[fx.Node, tuple[int, Fraction] | None] = {window[-1]: (dim, Fraction(1))}
     operators: list[SlicedOperator] = []
@@ -119,7 +115,7 @@ def trace(
         if node not in needs:
             continue
         need = needs[node]
-        node_sources = find_sources(node, need[0]) if need else None
+        node_sources = sources(node, need[0]) if need else None
         if need is None or node_sources is None:
             needs.update(dict.fromkeys(node.all_input_nodes))
             continue
