@@ -142,13 +142,7 @@ PRODUCTS = [
     case(aten.addbmm, "01", lambda t: (t("n", "m"), t("b", "n", "k"), t("b", "k", "m")), beta=2),
     case(aten.addmm, "01", lambda t: (t("m"), t("n", "k"), t("k", "m")), beta=2, alpha=3),
     case(aten.addmm, "01", lambda t: (t("n", 1), t("n", "k"), t("k", "m"))),
-    case(aten.addmv, "0", lambda t: (t("n"), t("n", "k"), t("k"))),
     case(aten.baddbmm, "012", lambda t: (t("b", 1, "m"), t("b", "n", "k"), t("b", "k", "m"))),
-    case(
-        aten.bilinear,
-        "012",
-        lambda t: (t("b", "s", "i"), t("b", "s", "j"), t("o", "i", "j"), t("o")),
-    ),
     case(aten.bmm, "012", lambda t: (t("b", "n", "k"), t("b", "k", "m"))),
     case(aten.mm, "01", lambda t: (t("n", "k"), t("k", "m"))),
     case(aten.mv, "0", lambda t: (t("n", "k"), t("k"))),
@@ -169,7 +163,6 @@ PRODUCTS = [
     case(aten.matmul, "01", lambda t: (t("k"), t("b", "k", "m"))),
     case(aten.matmul, "01", lambda t: (t("b", "n", "k"), t("k"))),
     case(aten.matmul, "", lambda t: (t("k"), t("k"))),
-    case(aten.tensordot, "012", lambda t: (t("b", "k", "s"), t("m", "k"), [1], [-1])),
 ]
 
 ALONG = [

@@ -16,7 +16,6 @@ from wf_backends.autochunk.slicing.call import (
     Shape,
     Table,
     aten,
-    axis,
     shape_of,
 )
 
@@ -71,19 +70,6 @@ def matmul(call: Call, dim: int) -> Reads:
     return equation_reads(call, dim, f"{left},{right}->...{row}{column}", ("self", "other"))
 
 
-def tensordot(call: Call, dim: int) -> Reads:
-    """The output has the dimensions of `self` that are not summed, then those of `other`."""
-    summed = {
-        name: {axis(d, len(call.size(name))) for d in call[f"dims_{name}"]}
-        for name in ("self", "other")
-    }
-    remaining = [
-        (name, d) for name in summed for d in range(len(call.size(name))) if d not in summed[name]
-    ]
-    name, input_dim = remaining[dim]
-    return {name: Rows(input_dim)}
-
-
 def einsum(call: Call, dim: int) -> Reads | None:
     """By its own equation; a wall where a term repeats a letter (a diagonal)."""
     equation = call["equation"].replace(" ", "")
@@ -126,9 +112,7 @@ BATCHED = (aten.bmm.default, aten.baddbmm.default, aten.matmul.default)
 TABLE: Table = {
     aten.addbmm: product("ik,bij,bjk->ik", "self", "batch1", "batch2"),
     aten.addmm: product("ik,ij,jk->ik", "self", "mat1", "mat2"),
-    aten.addmv: product("i,ij,j->i", "self", "mat", "vec"),
     aten.baddbmm: product("bik,bij,bjk->bik", "self", "batch1", "batch2"),
-    aten.bilinear: product("...i,...j,oij,o->...o", "input1", "input2", "weight", "bias"),
     aten.bmm: product("bij,bjk->bik", "self", "mat2"),
     aten.mm: product("ij,jk->ik", "self", "mat2"),
     aten.mv: product("ij,j->i", "self", "vec"),
@@ -136,5 +120,4 @@ TABLE: Table = {
     aten.einsum: Rule(einsum),
     aten.linear: Rule(linear),
     aten.matmul: Rule(matmul),
-    aten.tensordot: Rule(tensordot),
 }
