@@ -1,4 +1,4 @@
-"""Layers that torch compiles, compared on the first batch; ranks are processes."""
+"""Layers and models that torch compiles; ranks are processes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
 from tests.helpers import run_processes  # noqa: E402
+from tests.integrations import encoder_models  # noqa: E402
 from tests.integrations.deepspeed_jobs import python  # noqa: E402
 from tests.integrations.transformers_models import batch, sequence_parallel  # noqa: E402
 from tests.integrations.verify_models import llama  # noqa: E402
@@ -41,3 +42,17 @@ def test_the_first_batch_is_compared_without_compiling_its_layers() -> None:
     ranks = run_processes(2, graphs_before_and_after_the_first_batch, start=python())
     for compared, trained in ranks:
         assert compared == 0 and trained > 0
+
+
+def losses_of_a_vit(comm: Any) -> list[float]:
+    """Of a batch, before the model is compiled as a whole and after."""
+    model, whole = encoder_models.build("vit"), encoder_models.ENCODERS["vit"].batch
+    attach(model, sequence_parallel(comm), verify=False)
+    losses = [float(model(**whole).loss)]
+    model.compile(backend="eager")  # the Trainer's torch_compile=True
+    return [*losses, float(model(**whole).loss)]
+
+
+def test_a_model_that_is_cut_inside_is_compiled_as_a_whole() -> None:
+    for before, after in run_processes(2, losses_of_a_vit, start=python()):
+        assert after == pytest.approx(before, rel=1e-9)

@@ -182,9 +182,9 @@ class SequenceParallel(AttentionMethod, Shared):
         tensors = self.check_same(full_batch)
         seqlen = next(iter(tensors.values())).shape[1]
         layout = self._layout(seqlen, **mask_arguments(full_batch))
-        local = {key: take_shard(self.comm, layout, 1, x, key) for key, x in tensors.items()}
-        return full_batch | local
+        return full_batch | {k: take_shard(self.comm, layout, 1, x, k) for k, x in tensors.items()}
 
+    @eager
     def check_same(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Check that every rank has the same batch, and return its tensors.
 
