@@ -84,9 +84,7 @@ class Search:
         self._candidates_at = cache(partial(candidates_at, steps))
         self._candidate_in = cache(partial(candidate_in, steps))
         self._costs: dict[tuple[int, int], OperatorCost] = {}
-        step_of = {step.signature: step for step in steps.steps}
-        seconds_of = {signature: self._seconds(step) for signature, step in step_of.items()}
-        self._graph_seconds = sum(seconds_of[signature] for signature in self._signatures)
+        self._graph_seconds = sum(map(self._seconds, steps.steps))
         self._model_seconds = self._graph_seconds if seconds is None else seconds
 
     def with_copies(self, copied: Copied) -> Search | None:
