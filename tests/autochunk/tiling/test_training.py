@@ -19,7 +19,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.autochunk.tiling.decoder import ROWS, WIDTH, Decoder, Mlp, build_decoder, make_batch
+from tests.autochunk.tiling.decoder import (
+    ROWS,
+    VOCABULARY,
+    WIDTH,
+    Decoder,
+    Mlp,
+    build_decoder,
+    make_batch,
+)
 from tests.autochunk.tiling.helpers import WIDTH as NARROW
 from tests.autochunk.tiling.helpers import TwoLayers, tiled_modules
 from wf_backends.autochunk.graph import StorageTracker
@@ -462,6 +470,28 @@ def test_dropout_is_a_wall_unless_its_rate_is_0(dropout: float) -> None:
     reason = "Mlp", "aten.dropout.default has no rule along dimension 1"
     assert (reason in plan.refused) == (dropout > 0)
     assert planned_modules(plan) == (["head"] if dropout else ["head", "mlp.0", "mlp.1"])
+
+
+OTHERS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
+    "labels": lambda labels: {"labels": labels.masked_fill(labels % 3 == 0, -100)},
+    "shift_labels": lambda labels: {"labels": labels, "shift_labels": labels.roll(1, 1)},
+    "ignore_index": lambda labels: {"labels": labels, "ignore_index": 5},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_head_of_a_model_that_changes_what_its_loss_gets_is_not_planned(name: str) -> None:
+    """The head's tiles compute with the arguments of the model."""
+
+    class OwnLoss(Decoder):
+        def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            options = {"logits": self.head(self.mlp[0](self.embed(ids))), "vocab_size": VOCABULARY}
+            return {"loss": self.loss_function(**options, **OTHERS[name](labels))}
+
+    model = OwnLoss().train()
+    plan = plan_of(model, max_slowdown=1.0)
+    assert planned_modules(plan) == ["mlp.0"]
+    assert f"no tiles: this model computes its loss with other {name} than" in plan.explain()
 
 
 def test_scaled_logits_are_a_wall() -> None:

@@ -28,6 +28,8 @@ from wf_backends.parallel import IGNORE_INDEX
 
 CAUSAL_LM_LOSS = "ForCausalLMLoss"
 """The name in transformers of the only loss that can be tiled."""
+_LOSS_ARGUMENTS = ("labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
+"""Of this function, after the logits."""
 WIDE = (torch.float32, torch.float64)
 
 
@@ -130,6 +132,14 @@ class HeadLoss:
                 "this model changes its logits before the loss, which is not tiled: leave the "
                 "head's tiles out"
             )
+        given = dict(zip(_LOSS_ARGUMENTS, args, strict=False)) | kwargs
+        for name in ("labels", *_LOSS_ARGUMENTS[2:]):
+            default = IGNORE_INDEX if name == "ignore_index" else None
+            if not _is_same(given.get(name, default), self.call.get(name, default)):
+                raise NotImplementedError(
+                    f"this model computes its loss with other {name} than it is given, which is not"
+                    " tiled: leave the head's tiles out"
+                )
         return logits
 
     @eager
@@ -163,6 +173,15 @@ def _is_unchanged(x: Tensor, loss: Tensor | None) -> bool:
     if loss is None or not (x.is_inference() or x._version == 0):
         return False
     return x.untyped_storage()._cdata == loss.untyped_storage()._cdata
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    """Whether x is the tensor y or a view of it, or a number equal to y; a tensor on another
+    device may be its copy."""
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        same_memory = x.untyped_storage()._cdata == y.untyped_storage()._cdata
+        return same_memory or x.device != y.device
+    return x is y or (not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y)
 
 
 def _ignore_index(call: Mapping[str, Any]) -> int:
