@@ -49,6 +49,7 @@ from wf_transformers import (  # noqa: E402
     forward_kwargs,
 )
 from wf_transformers.attention.documents import Documents  # noqa: E402
+from wf_transformers.comparison.first_step import shorten  # noqa: E402
 
 STRICT = ModelOptions(verify="strict")
 TRAINS = nullcontext()
@@ -330,6 +331,13 @@ def test_a_preference_is_compared_on_its_answers() -> None:
         handle.compare_first(pair, call=loss)
 
     run_threads(2, rank)
+
+
+def test_images_as_wide_as_the_sequence_are_not_cut_with_it() -> None:
+    """Tokens that are padded to 512 beside images of 512 x 512, in small."""
+    batch = {"input_ids": torch.arange(64)[None], "pixel_values": torch.ones(1, 3, 64, 64)}
+    short = run_threads(2, lambda comm: shorten(batch, sequence_parallel(comm)))[0]
+    assert short is not None and short["pixel_values"].shape == (1, 3, 64, 64)
 
 
 def test_packed_documents_with_masked_prompts_are_compared_from_the_start_of_one() -> None:
