@@ -219,6 +219,20 @@ def test_padding_with_recomputed_layers_is_exact(family: str) -> None:
     assert_shares_sum_to(expected, on_ranks(family, rank), valid)
 
 
+def test_the_first_batch_of_sounds_is_verified() -> None:
+    """Tokens of sounds are hidden from Qwen2-Audio's embeddings on several ranks."""
+    inputs = media_batch("qwen2_audio")
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), build("qwen2_audio")
+        attach = partial(wf_transformers.attach_model, model, sp)
+        handle, _ = wf_transformers.attach_by(ModelOptions(verify="strict"), model, sp, attach)
+        WholeBatchHooks(model, handle)
+        model(**inputs)
+
+    run_threads(2, rank)
+
+
 def test_features_in_the_output_are_not_compared_as_if_they_were_rows_of_tokens() -> None:
     """An image of 4 tokens, 2 on each rank, is in the output of LLaVA of transformers 5."""
     inputs = llava_batch((1,))  # [3, 4, 4 of the image, 7, 8, 3 of text]

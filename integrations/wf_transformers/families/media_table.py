@@ -60,6 +60,8 @@ class Media:
     """Whether only layers with a sliding window have blocks."""
     rope: bool = False
     """Whether positions are (3, b, S), from the model's get_rope_index."""
+    hidden_from: tuple[str, ...] = ()
+    """The modules that see another token in the place of those of media, on several ranks."""
     one_by_one: bool = False
     """Whether some module is called once for each medium. ZeRO 3 and FSDP gather parameters at each
     call, on all ranks, which therefore encode equally many."""
@@ -142,7 +144,7 @@ ROWS = (
     ("PaddleOCRVL", Media((IMAGES,), ("visual", "projector"), rope=True, one_by_one=True)),
     ("Lfm2Vl", Media((SHAPED,), TOWER)),
     ("Idefics2 Idefics3 SmolVLM", Media((PADDED,), ("vision_model", "connector"))),
-    ("Qwen2Audio", Media((LISTENED,), AUDIO_TOWER)),
+    ("Qwen2Audio", Media((LISTENED,), AUDIO_TOWER, hidden_from=("embed_tokens",))),
     ("Voxtral", Media((SOUNDS,), AUDIO_TOWER)),
     # Text alone
     ("Aria", Media((), TOWER)),
@@ -166,6 +168,12 @@ def media_modules(model: nn.Module) -> set[str]:
     """The names of modules in `model` that see media, and no tokens; of its outputs from these."""
     rows = map(media_of, outermost(model))
     return {name for row in rows if row is not None for name in (*row.modules, *ENCODED)}
+
+
+def modules_without_media(model: nn.Module) -> set[str]:
+    """The names of modules in `model` that see other tokens on several ranks than on one."""
+    rows = map(media_of, outermost(model))
+    return {name for row in rows if row is not None for name in row.hidden_from}
 
 
 def language_model(model: Any) -> PreTrainedModel:
