@@ -1,6 +1,6 @@
 # make demo   the main job: a language model on real text, 4 ranks under mpirun
-# make test   format, lint, types, tests
-# make test-all   the same with the long tests (tests/long.py), as CI does
+# make test   format, lint, types, tests, as CI does on every change
+# make test-all   the same with the long tests (tests/long.py), for every night and before a release
 # make test-newest   the tests of Hugging Face's libraries and DeepSpeed in their newest versions
 # make docs   the documentation as a site, in build/site; a warning is an error
 # All of them set up .venv first (`make setup`), once; test-newest its own, .venv-newest. Needs Python 3.11, pip and a C++ compiler.

@@ -1,4 +1,4 @@
-"""The long tests: `make test` leaves them out, `make test-all` and CI run them.
+"""The long tests: `make test` (CI) leaves them out, `make test-all` (.ci/nightly) runs them.
 
 Of a table whose rows take long, the rows that differ most stay in `make test`. `SIX_AND_EIGHT`
 ranks as threads run the same code as 2, 3 and 4 ranks, except for concentric rings: from 8 ranks on
@@ -39,7 +39,6 @@ MODELS = ("gpt2", "pp_opt", "llama_classes", "hybrid_zero1", "resumed_4_to_2")
 # file -> regular expression of its long tests, "" for all
 LONG: dict[str, str] = {
     # jobs of several processes
-    "tests/docs/test_blocks_processes.py": "",
     "tests/examples/test_restart_processes.py": "",
     "tests/examples/test_autochunk.py": "",
     "tests/integrations/test_colossalai_exact.py": all_but(*ENGINES, *MODELS),
@@ -77,7 +76,6 @@ LONG: dict[str, str] = {
     "tests/cluster/test_faults_processes.py": r"[io]-1\]|exit 3-deepspeed|without_a_name|"
     r"left_out.*\[gloo|at_the_timeout\[0|(exit 0|raise)-mpi",
     "tests/benchmarks/test_peers_processes.py": "",
-    "tests/docs/test_site.py": "without_a_warning",
     "tests/launch/test_launch_processes.py": "end_well|joins_again|of_the_readme",
     "tests/runtime/test_attention_processes.py": r"over_mpi\[4",
     "tests/dsp/test_strategies_processes.py": "over_mpi",
@@ -100,7 +98,7 @@ LONG: dict[str, str] = {
     "tests/integrations/test_families.py": rf"{TWO}|(deep_copy|verify).*{all_but(*COPIED)}|"
     r"gradients_are_exact\[(phimoe_window|xlm_r|camembert|\w+_grouped|qwen2_moe|nemotron|codegen)",
     "tests/integrations/test_rope.py": TWO,
-    "tests/integrations/test_generation.py": rf"{TWO}|(beams|penalty)-zigzag|"
+    "tests/integrations/test_generation.py": rf"{TWO}|(beams|penalty|lookup)-zigzag|"
     r"family.*(phimoe|olmoe|moe|gptj|gpt_neo|codegen|nemotron|stablelm|n_grouped|e_window)-3|"
     r"on_the_left.*\[(mixtral|opt|llama)",
     "tests/integrations/test_generation_media.py": r"2-zigzag|4-contiguous-full|"
@@ -140,7 +138,7 @@ LONG: dict[str, str] = {
     "tests/planner/test_splits.py": "only_save_memory",
     "tests/planner/test_hosts_once.py": r"near_in_time\[32",
     "tests/cost/test_closed_form.py": r"equally_far\[(18|1-16)|of_a_nic\[4-4-2|"
-    r"full_mask\[256|no_whole_digits\[[36]",
+    r"full_mask\[(256|None-(4-4-4-2-8|8-2-1-2-2|4-4-2-1-1))|no_whole_digits\[[36]",
     "tests/lowering/test_host_rounds.py": r"a_host_once\[8-(?!2-causal|4-documents)",
     "tests/cost/test_exact_cost.py": r"those_of_the_programs\[[68]",
     "tests/cli/test_plan.py": r"part_of_many_ranks|through_a_pipe|documents\[32|columns\[more[23]|"
