@@ -33,7 +33,8 @@ from wf_backends.autochunk.graph import (
     fake_run,
     named_weights,
 )
-from wf_backends.autochunk.tiling.tiled_call import CallInTiles, Original, TiledCall
+from wf_backends.autochunk.tiling.original import Original
+from wf_backends.autochunk.tiling.tiled_call import CallInTiles, TiledCall
 from wf_backends.autochunk.tiling.tiles import Tiles
 
 aten = torch.ops.aten
@@ -41,6 +42,8 @@ COPY_OPERATORS = (aten.clone.default, aten.copy_.default, aten._unsafe_view.defa
 """Operators that a module may need for all rows and not for some, or the reverse."""
 PRODUCTS = {aten.bmm.default: aten.mm.default}
 """A linear layer of a frozen weight calls one or the other, by the strides of its input."""
+GRADIENTS_ARE_EXACT = ("torch", "deepspeed", "bitsandbytes", "liger_kernel")
+"""Packages whose autograd functions have the gradients of what they compute (ZeRO 3's linears)."""
 
 
 def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -186,8 +189,8 @@ def _same(some: list[Any], others: list[Any]) -> bool:
 
 
 def _own_function(call: CallInTiles, tensors: Sequence[Tensor]) -> str:
-    """The name of an autograd function, not of torch, that the module calls; "" if there is none:
-    rows that its backward mixes are not in the graph."""
+    """The name of an autograd function that the module calls, of a package that is not known to
+    compute gradients; "" if there is none: rows that its backward mixes are not in the graph."""
     tile = [x.detach() for x in call.tile(tensors, 0, call.rows)]
     with torch.enable_grad():
         results = call.run([x.requires_grad_(x.is_floating_point()) for x in tile])
@@ -198,7 +201,7 @@ def _own_function(call: CallInTiles, tensors: Sequence[Tensor]) -> str:
             seen.add(node)
             nodes += [read for read, _ in node.next_functions]
             function = getattr(node, "_forward_cls", torch.autograd.Function)
-            if function.__module__.partition(".")[0] != "torch":
+            if function.__module__.partition(".")[0] not in GRADIENTS_ARE_EXACT:
                 return function.__name__
     return ""
 

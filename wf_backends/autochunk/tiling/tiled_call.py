@@ -12,7 +12,7 @@ the inputs, and f must not draw random numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,34 +25,8 @@ from wf_backends._compile import eager
 from wf_backends.autochunk.graph import in_fake_run
 from wf_backends.runtime import first_order_only
 
+MakeContext = Callable[[], AbstractContextManager[Any]]
 _TENSOR = object()  # in the place of a tensor among the leaves of a call
-
-
-class Original(nn.Module):
-    """The forward that a module had before it was tiled."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module, self.original_forward = module, module.forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse_gathered_children(self.module)
-        return self.original_forward(*args, **kwargs)
-
-
-def _refuse_gathered_children(module: nn.Module) -> None:
-    """Refuse a module with hooks that gather parameters of its children, once for every tile."""
-    for name, child in module.named_modules():
-        if name and "ds_id" in vars(child):  # DeepSpeed hooked it
-            raise NotImplementedError(
-                f"ZeRO 3 would gather {name!r} of a tiled {type(module).__name__} for every tile: "
-                "call deepspeed.utils.set_z3_leaf_module(module, True) before deepspeed.initialize"
-            )
-        if name and any(base.__name__ == "FSDPModule" for base in type(child).__mro__):
-            raise NotImplementedError(
-                f"FSDP2 would gather {name!r} of a tiled {type(module).__name__} for every tile: "
-                "call fully_shard on the module or on what holds it, not on its parts"
-            )
 
 
 class TiledCall:
@@ -61,10 +35,15 @@ class TiledCall:
     Args:
         fn: the module to compute, with the parameters that it uses. Its own hooks do not run.
         dim, tiles: as in `Tiles`.
+
+    Attributes:
+        contexts: called with each call; what they return makes contexts for its recomputation, such
+            as that of a call's documents.
     """
 
     def __init__(self, fn: nn.Module, dim: int, tiles: int) -> None:
         self.fn, self.dim, self.tiles = fn, dim, tiles
+        self.contexts: tuple[Callable[[], MakeContext], ...] = ()
         self.owners = _weights_of(fn)
 
     @eager
@@ -139,7 +118,7 @@ class CallInTiles:
         self.rows = _rows(inputs, tiled.dim)
         self.is_cut = [_has_rows(x, tiled.dim, self.rows) for x in inputs]
         self.is_cut += [False] * len(tiled.owners)
-        self.autocast = _current_autocast(inputs[0].device.type)
+        self.contexts = [_current_autocast(inputs[0].device.type), *(c() for c in tiled.contexts)]
         self.result_leaves, self.asked_for_grads = list[Any](), list[bool]()
         self.result_spec: TreeSpec | None = None
 
@@ -216,7 +195,9 @@ class _Tiled(torch.autograd.Function):
             tile = call.tile(tensors, first, rows)
             sinks = [gradient and gradient.sink(dim, first, rows) for gradient in gradients]
             leaves = [_leaf(x, sink) for x, sink in zip(tile, sinks, strict=True)]
-            with torch.enable_grad(), call.autocast():
+            with torch.enable_grad(), ExitStack() as stack:
+                for context in call.contexts:
+                    stack.enter_context(context())
                 parts = call.run(leaves)
             roots = [
                 (part, grad.narrow(dim, first, rows))
@@ -287,7 +268,7 @@ def _refuse_without_rows(parts: Sequence[Tensor], dim: int, rows: int) -> None:
             )
 
 
-def _current_autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
+def _current_autocast(device: str) -> MakeContext:
     """A function that gives the current autocast context, for the backward."""
     if not torch.amp.is_autocast_available(device):
         return nullcontext

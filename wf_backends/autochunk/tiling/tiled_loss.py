@@ -23,7 +23,8 @@ from torch.nn import functional as F
 
 from wf_backends._compile import eager
 from wf_backends.autochunk.tiling.handle import Handle
-from wf_backends.autochunk.tiling.tiled_call import Original, TiledCall
+from wf_backends.autochunk.tiling.original import Original
+from wf_backends.autochunk.tiling.tiled_call import TiledCall
 from wf_backends.parallel import IGNORE_INDEX
 
 CAUSAL_LM_LOSS = "ForCausalLMLoss"

@@ -13,7 +13,8 @@ from torch.distributed import ProcessGroup
 
 from wf_backends._validation import positive
 from wf_backends.autochunk.tiling.handle import Handle
-from wf_backends.autochunk.tiling.tiled_call import Original, TiledCall
+from wf_backends.autochunk.tiling.original import Original
+from wf_backends.autochunk.tiling.tiled_call import TiledCall
 from wf_backends.autochunk.tiling.tiled_loss import HeadLoss, tile_loss
 
 
