@@ -150,11 +150,15 @@ class Worker : public std::enable_shared_from_this<Worker> {
     std::unique_ptr<std::weak_ptr<Worker>> pointer(static_cast<std::weak_ptr<Worker>*>(worker));
     std::shared_ptr<Worker> self = pointer->lock();
     if (!self) return 0;
-    std::lock_guard lock(self->mutex_);
-    if (self->error_.empty() || self->raised_) return 0;
-    if (self->caller_ != PyThread_get_thread_ident()) return 0;
-    self->raised_ = true;
-    PyErr_SetString(PyExc_RuntimeError, self->error_.c_str());
+    std::string error;
+    {
+      std::lock_guard lock(self->mutex_);
+      if (self->raised_ || self->caller_ != PyThread_get_thread_ident()) return 0;
+      error = self->error_;
+      self->raised_ = !error.empty();
+    }
+    if (error.empty()) return 0;
+    PyErr_SetString(PyExc_RuntimeError, error.c_str());
     return -1;
   }
 
