@@ -170,7 +170,7 @@ def media_modules(model: nn.Module) -> set[str]:
     return {name for row in rows if row is not None for name in (*row.modules, *ENCODED)}
 
 
-def modules_without_media(model: nn.Module) -> set[str]:
+def modules_with_hidden_tokens(model: nn.Module) -> set[str]:
     """The names of modules in `model` that see other tokens on several ranks than on one."""
     rows = map(media_of, outermost(model))
     return {name for row in rows if row is not None for name in row.hidden_from}
