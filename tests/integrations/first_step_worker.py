@@ -101,17 +101,16 @@ class DoubledLoss(LlamaForCausalLM):
 class EntropyTrainer(Trainer):
     """Adds a mean over logits, which rewards even use of the vocabulary, to the output's loss."""
 
-    forward_arguments: Mapping[str, Any] = {}
-
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        output = model(**inputs, **self.forward_arguments)
+        output = model(**inputs)
         return output.loss + output.logits.softmax(-1).mean(dim=(0, 1)).square().sum()
 
 
 class WholeLogitsTrainer(EntropyTrainer):
-    """Asks for the logits of all ranks."""
+    """Asks for the logits of all ranks, as the refusal says."""
 
-    forward_arguments = {"whole_logits": True}
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, {**inputs, "whole_logits": True}, *args, **kwargs)
 
 
 class InnerModelTrainer(Trainer):

@@ -333,6 +333,38 @@ def test_a_preference_is_compared_on_its_answers() -> None:
     run_threads(2, rank)
 
 
+@pytest.mark.parametrize(
+    ("weight", "outcome"),
+    [
+        (1.0, TRAINS),
+        (1.1, pytest.raises(NotImplementedError, match=f"{DIFFERS}: its loss is the first")),
+    ],
+    ids=["right", "wrong"],
+)
+def test_a_batch_with_names_of_its_own_is_compared_by_its_loss(
+    weight: float, outcome: AbstractContextManager[Any]
+) -> None:
+    """As TRL's preferences have, with a list of labels. The ranks pad the 27 tokens of two samples:
+    rank 1 has as many rows as it would have without padding, and others."""
+    preferences = {"completion_ids": batch(3, 27)["input_ids"], "label": [True, False, True]}
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), build("llama", "sdpa", {}).float()
+        handle, _ = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
+        WholeBatchHooks(model, handle)
+
+        def loss(part: Any, alone: bool) -> dict[str, Tensor]:
+            ids, wanted = part["completion_ids"], torch.tensor(part["label"])
+            scores = model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+            answers = scores.gather(-1, ids[:, 1:, None]).mean((1, 2))
+            return {"loss": torch.where(wanted, -answers, answers).mean() / (weight, 1)[alone]}
+
+        handle.compare_first(preferences, call=loss)
+
+    with outcome:
+        run_threads(2, rank)
+
+
 def test_images_as_wide_as_the_sequence_are_not_cut_with_it() -> None:
     """Tokens that are padded to 512 beside images of 512 x 512, in small."""
     batch = {"input_ids": torch.arange(64)[None], "pixel_values": torch.ones(1, 3, 64, 64)}

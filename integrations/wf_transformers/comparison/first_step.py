@@ -216,7 +216,8 @@ def shorten(arguments: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any
 
 
 def _first_samples(x: Any, samples: int) -> Any:
-    return x[:SAMPLES] if isinstance(x, Tensor) and x.dim() and len(x) == samples else x
+    has_row_per_sample = isinstance(x, list) or isinstance(x, Tensor) and x.dim()
+    return x[:SAMPLES] if has_row_per_sample and len(x) == samples else x
 
 
 def _longest_document(batch: Mapping[str, Any], seqlen: int) -> tuple[int, int]:

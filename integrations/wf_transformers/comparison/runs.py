@@ -73,8 +73,9 @@ class Comparison:
         cut_inside = is_cut_inside(model)
         if cut_inside and "use_cache" in parameter_names(model):
             self.batch["use_cache"] = False  # keys and values would be of this rank's rows
-        uneven = cut_inside or tokens_of(batch) is None
-        self.whole_batches = whole_batches or uneven
+        has_tokens = tokens_of(batch) is not None
+        uneven = cut_inside or (call is None and not has_tokens)  # else hooks cut unknown rows
+        self.whole_batches = whole_batches or uneven or not has_tokens
         self.errors: list[tuple[str, float, float]] = []
         self.cut = whole_batches and call is not None  # hooks cut, maybe other rows than `batch`
         self.uses_dropout = False

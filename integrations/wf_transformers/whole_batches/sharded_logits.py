@@ -68,9 +68,10 @@ class LocalLogits(Unusable):
 
     REASON = (
         "these logits are of this rank's tokens only, and a mean over them is none of the batch: "
-        "say model(**batch, whole_logits=True), or connect(..., whole_logits=True) or "
-        "connect_trainer(..., whole_logits=True) once, for those of all ranks; whole_logits=False "
-        "gives this rank's"
+        "say model(**batch, whole_logits=True) for those of all ranks (in a subclass of a Trainer: "
+        'super().compute_loss(model, {**inputs, "whole_logits": True}, *args, **kwargs)), or, '
+        "without DeepSpeed, connect(..., whole_logits=True) or connect_trainer(..., "
+        "whole_logits=True) once; whole_logits=False gives this rank's"
     )
 
 
