@@ -8,6 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from wf_backends.checkpoints import find_checkpoint, saved_whole
 from wf_transformers import Handle
 
@@ -52,4 +55,23 @@ def _load(
     if has_tag and not universal and not engine.use_node_local_storage():
         found = find_checkpoint(load_dir, None if tag is None else str(tag))
         tag = os.path.relpath(found, load_dir)
-    return original(load_dir, tag, **options)
+    result = original(load_dir, tag, **options)
+    if universal and engine.zero_optimization_stage() == 3 and result[0] is not None:
+        _separate_groups(engine.optimizer.optimizer, Path(result[0]).parent)
+    return result
+
+
+def _separate_groups(optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Give each parameter group its own step counter and options of a universal checkpoint.
+
+    ZeRO 3 of DeepSpeed 0.19 gives all groups one tensor as their counter, which torch's Adam
+    increments once for each group, and the options (weight decay) of the first group.
+    """
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].clone()
+    file = folder / "zero" / "optimizer_state.pt"
+    saved: Any = torch.load(file, weights_only=False) if file.is_file() else {}
+    own_groups = saved.get("optimizer_state_dict", {}).get("param_groups", [])
+    for group, own in zip(optimizer.param_groups, own_groups, strict=False):
+        group.update({key: value for key, value in own.items() if key != "params"})

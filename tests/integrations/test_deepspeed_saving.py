@@ -7,9 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
+
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
 
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 from wf_backends.checkpoints import complete, find_checkpoint  # noqa: E402
@@ -55,3 +59,53 @@ def test_any_tag_of_deepspeed_is_saved_and_loaded(tag: object, tmp_path: Path) -
     assert engine.load_checkpoint(str(tmp_path), tag) == "saved"
     assert engine.load_checkpoint(str(tmp_path)) == "saved"
     assert not [*tmp_path.glob("*.part")]
+
+
+class UniversalOptimizer(DeepSpeedZeroOptimizer_Stage3):
+    """What DeepSpeed's loading of a universal checkpoint at ZeRO 3 uses, for two groups."""
+
+    swap_optimizer = False
+
+    def __init__(self) -> None:
+        parameters = self.fp32_partitioned_groups_flat = [nn.Parameter(torch.ones(2)) for _ in "ab"]
+        groups = [{"params": [p], "weight_decay": 0.5 * k} for k, p in enumerate(parameters)]
+        self.optimizer = torch.optim.AdamW(groups)
+        self.fp16_groups = self.fp16_partitioned_groups = [[p] for p in parameters]
+        self.fp16_partitioned_groups_flat = parameters
+        self.param_names = dict.fromkeys(parameters, "name")
+        self.unflatten = lambda flat, _: [flat]
+
+    def _load_global_state_stage3(self, sd: Any) -> None:
+        pass
+
+    def load_hp_checkpoint_state(self, folder: str, key: str, param: Any) -> Any:
+        return torch.zeros(2)
+
+
+def test_groups_keep_their_own_steps_and_options_in_a_universal_checkpoint(tmp_path: Path) -> None:
+    """Of ZeRO 3: DeepSpeed's own loading shares one counter, and the first group's options."""
+    optimizer: Any = UniversalOptimizer()
+    groups = [{"weight_decay": 0.5 * k, "lr": 0.1 * (k + 1), "params": [k]} for k in range(2)]
+    states = {"state": {0: {"step": torch.tensor(7.0)}}, "param_groups": groups}
+    (tmp_path / "u" / "zero").mkdir(parents=True)
+    torch.save({"optimizer_state_dict": states}, tmp_path / "u" / "zero" / "optimizer_state.pt")
+
+    def load(folder: str, tag: str) -> tuple[str, dict[str, Any]]:
+        optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3(str(Path(folder, tag)))
+        return str(Path(folder, tag, "states.pt")), {}
+
+    engine: Any = SimpleNamespace(
+        save_checkpoint=None,
+        load_checkpoint=load,
+        load_universal_checkpoint=lambda: True,
+        zero_optimization_stage=lambda: 3,
+        optimizer=optimizer,
+    )
+    make_checkpoints_atomic(engine, SimpleNamespace(set=setattr))  # type: ignore[arg-type]
+    engine.load_checkpoint(str(tmp_path), "u")
+    inner, parameters = optimizer.optimizer, optimizer.fp32_partitioned_groups_flat
+    assert [(g["weight_decay"], g["lr"]) for g in inner.param_groups] == [(0.0, 0.1), (0.5, 0.2)]
+    for group, parameter in zip(inner.param_groups, parameters, strict=True):
+        group["params"], parameter.grad = [parameter], torch.ones(2)
+    inner.step()
+    assert [float(inner.state[p]["step"]) for p in parameters] == [8.0, 8.0]
