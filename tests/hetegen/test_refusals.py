@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.hetegen.models import MLP, MLP_SPLIT, fast_device, split_and_resident
+from tests.hetegen.models import (
+    MLP,
+    MLP_SPLIT,
+    fast_device,
+    make_model,
+    max_memory,
+    split_and_resident,
+)
 from wf_backends.hetegen import Accelerator, ShapedDevice, dispatch_model
 from wf_backends.hetegen.split_model import SplitWeight
 
@@ -96,6 +103,16 @@ def test_weights_are_not_loaded_into_a_split_model(memory: Any, assign: bool) ->
         assert torch.equal(model(x), expected)
         model.load_state_dict(state, assign=assign)
         assert torch.equal(model.layers[1].bias, state["layers.1.bias"])
+
+
+def test_a_split_model_does_not_get_another_number_of_tokens() -> None:
+    """The head would be new, and `remove` would restore the old embedding beside it."""
+    model: Any = make_model("llama")
+    handle = dispatch_model(model, max_memory(model, 0.5), fast_device())
+    with pytest.raises(ValueError, match=r"handle\.remove\(\) first.*resize_token_embeddings"):
+        model.resize_token_embeddings(100)
+    handle.remove()
+    assert "resize_token_embeddings" not in vars(model)
 
 
 class ScaledEmbedding(nn.Embedding):

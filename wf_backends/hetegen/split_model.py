@@ -205,6 +205,15 @@ def mark_modules(model: nn.Module, undo: ExitStack) -> None:
     for module in model.modules():
         _set_attributes(undo, module, **{MARK: mark, "_apply": partial(_refuse_to_convert, module)})
         undo.callback(module.register_load_state_dict_pre_hook(_refuse_to_load).remove)
+        if hasattr(module, "resize_token_embeddings"):
+            _set_attributes(undo, module, resize_token_embeddings=_refuse_to_resize)
+
+
+def _refuse_to_resize(*_: Any, **__: Any) -> None:
+    raise ValueError(  # `remove` would restore the old embedding beside the new head
+        "a split model takes no other number of tokens: call handle.remove() first, and "
+        "dispatch_model after resize_token_embeddings"
+    )
 
 
 def _refuse_to_load(module: nn.Module, *_: Any) -> None:
