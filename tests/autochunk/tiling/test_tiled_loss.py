@@ -75,6 +75,20 @@ def test_loss_and_gradients_equal_those_of_all_logits(
         assert_close(loss_and_gradients(model, batch), expected)
 
 
+class WithoutCount(Decoder):
+    """As Phi4MultimodalForCausalLM of transformers 4.51."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
+        return super().forward(ids, labels)
+
+
+def test_loss_is_divided_by_the_count_that_the_loss_function_is_given() -> None:
+    model, batch = WithoutCount(layers=1).double(), make_batch() | {"num_items_in_batch": 7}
+    expected = loss_and_gradients(model, batch)
+    with tile_modules(model, head_tiles()):
+        assert_close(loss_and_gradients(model, batch), expected)
+
+
 @pytest.mark.usefixtures("kernel")
 def test_batch_without_a_valid_label_has_the_loss_nan_and_gradients_of_0() -> None:
     """As of torch's cross entropy: in an accumulation such a micro-batch changes nothing."""

@@ -138,9 +138,10 @@ class _Watched(Original):
         self.changed: dict[str, None] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        held, self.given = _held(self.module), (args, kwargs)
+        self.given = {"what it is given": (args, kwargs)}
+        held = _held(self.module, self.given)
         result = super().forward(*args, **kwargs)
-        for name, values in _held(self.module).items():
+        for name, values in _held(self.module, self.given).items():
             if not _same(values, held.get(name, [])):
                 self.changed[name] = None
         return result
@@ -166,15 +167,16 @@ def _compare(
         raise CaptureError(f"{refusal} it keeps a value of each call in {where}")
 
 
-def _held(module: nn.Module) -> dict[str, list[Any]]:
-    """The tensors and numbers of each attribute and buffer of all modules inside, also in lists
-    and dicts."""
-    return {
-        f"{path}.{name}".lstrip("."): [x for x in pytree.tree_leaves(value) if _is_value(x)]
+def _held(module: nn.Module, given: dict[str, Any]) -> dict[str, list[Any]]:
+    """The tensors and numbers of what is `given`, and of each attribute and buffer of all modules
+    inside, also in lists and dicts."""
+    values = given | {
+        f"{path}.{name}".lstrip("."): value
         for path, part in module.named_modules()
         for name, value in {**vars(part), **part._buffers}.items()
         if name not in ("_parameters", "_buffers")
     }
+    return {name: [x for x in pytree.tree_leaves(v) if _is_value(x)] for name, v in values.items()}
 
 
 def _is_value(x: object) -> bool:

@@ -1,10 +1,10 @@
 """Logits and cross entropy by tiles of tokens: all logits never exist at one time.
 
 For causal language models of Hugging Face, whose forward calls its head and then
-`self.loss_function(logits=..., labels=...)`. The loss is computed inside the head's call, because
-FSDP2 and ZeRO 3 gather the head's weight only there. The head returns the loss in the place of the
-logits, and the replaced `loss_function` returns it unchanged. With N tokens that have a label (or
-the caller's number of them):
+`self.loss_function(logits=..., labels=...)`. The losses are computed inside the head's call,
+because FSDP2 and ZeRO 3 gather the head's weight only there. The head returns their sum in the
+place of the logits, and the replaced `loss_function` divides it. With N tokens that have a label
+(or the number of them that `loss_function` is given):
 
     loss = sum over tiles t of sum(cross_entropy(head(x[t]), labels[t])) / N
 
@@ -68,10 +68,10 @@ def torch_has_the_loss(head: nn.Module) -> bool:
 
 
 class HeadLoss:
-    """Replaces the head's `forward`: returns logits, or the loss if the model got labels.
+    """Replaces the head's `forward`: returns logits, or a sum of losses if the model got labels.
 
     `call` are the arguments of the model's current forward by name, None if it has no tiled loss;
-    `loss` is the loss that the head returned in it.
+    `sum` is what the head returned in it.
     """
 
     def __init__(self, owner: nn.Module, head: nn.Module, tiles: int) -> None:
@@ -82,7 +82,7 @@ class HeadLoss:
         self.argument_names = list(inspect.signature(type(owner).forward).parameters)[1:]  # no self
         self.token_losses = TiledCall(_TokenLosses(head), 0, tiles)
         self.call: Mapping[str, Any] | None = None
-        self.loss: Tensor | None = None
+        self.sum: Tensor | None = None
 
     @eager
     def pre_forward(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ class HeadLoss:
 
     @eager
     def __call__(self, hidden: Tensor) -> Tensor:
-        """(b, s, h) -> logits (b, s, v), or the loss ()."""
+        """(b, s, h) -> logits (b, s, v), or the sum of the losses ()."""
         if self.call is None:
             return self.original_forward(hidden)
         labels = _shifted_labels(self.call)
@@ -101,15 +101,9 @@ class HeadLoss:
                 f"{tuple(labels.shape)}"
             )
         labels = labels.to(hidden.device)
-        loss = self._sum(hidden.flatten(0, -2), labels.flatten())
-        count = self.call.get("num_items_in_batch")
-        if count is not None:
-            loss = loss / count
-        else:  # without any label NaN with gradients of 0, as torch's cross entropy
-            count = (labels != _ignore_index(self.call)).sum()
-            loss = torch.where(count > 0, loss / count.clamp(min=1), torch.nan)
-        self.loss = loss
-        return loss
+        # A copy, since torch writes to its own: a version above 0 tells that the model has written.
+        self.sum = self._sum(hidden.flatten(0, -2), labels.flatten()).clone()
+        return self.sum
 
     def _sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The sum of the cross entropies of hidden (n, h) and labels (n,)."""
@@ -125,34 +119,40 @@ class HeadLoss:
         return self.token_losses(hidden, labels, index).sum()
 
     def loss_of_logits(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Replaces the model's `loss_function`: what it gets as logits is the loss of the head."""
+        """Replaces the model's `loss_function`: what it gets as logits is the sum of the head."""
         if self.call is None:
             return self.loss_function(logits, *args, **kwargs)
-        if not _is_unchanged(logits, self.loss):
+        if not _is_unchanged(logits, self.sum):
             raise NotImplementedError(
                 "this model changes its logits before the loss, which is not tiled: leave the "
                 "head's tiles out"
             )
         given = dict(zip(_LOSS_ARGUMENTS, args, strict=False)) | kwargs
-        for name in ("labels", *_LOSS_ARGUMENTS[2:]):
+        for name in ("labels", "ignore_index", "shift_labels"):
             default = IGNORE_INDEX if name == "ignore_index" else None
             if not _is_same(given.get(name, default), self.call.get(name, default)):
                 raise NotImplementedError(
                     f"this model computes its loss with other {name} than it is given, which is not"
                     " tiled: leave the head's tiles out"
                 )
-        return logits
+        num_items = given.get("num_items_in_batch")
+        if num_items is not None:
+            return logits / num_items
+        # Without any label NaN with gradients of 0, as torch's cross entropy.
+        labels = _shifted_labels(self.call).to(logits.device)
+        count = (labels != _ignore_index(self.call)).sum()
+        return torch.where(count > 0, logits / count.clamp(min=1), torch.nan)
 
     @eager
     def after_forward(self, owner: nn.Module, args: Any, output: Any) -> Any:
         """The model's output without logits; None leaves it as it is."""
-        loss = self.loss
-        self.loss = self.call = None
-        if loss is None or output is None:
+        total = self.sum
+        self.sum = self.call = None
+        if total is None or output is None:
             return None
         if isinstance(output, Mapping):
-            return type(output)(**{k: v for k, v in output.items() if v is not loss or k == "loss"})
-        return (output[0], *(x for x in output[1:] if x is not loss))
+            return type(output)(**{key: x for key, x in output.items() if x is not total})
+        return tuple(x for x in output if x is not total)
 
 
 class _TokenLosses(nn.Module):
@@ -169,11 +169,11 @@ class _TokenLosses(nn.Module):
         return F.cross_entropy(upcast, labels, ignore_index=ignore_index, reduction="none")
 
 
-def _is_unchanged(x: Tensor, loss: Tensor | None) -> bool:
-    """Whether x still is the loss; hooks of frameworks may have detached it."""
-    if loss is None or not (x.is_inference() or x._version == 0):
+def _is_unchanged(x: Tensor, total: Tensor | None) -> bool:
+    """Whether x still is the head's sum; hooks of frameworks may have detached it."""
+    if total is None or not (x.is_inference() or x._version == 0):
         return False
-    return x.untyped_storage()._cdata == loss.untyped_storage()._cdata
+    return x.untyped_storage()._cdata == total.untyped_storage()._cdata
 
 
 def _is_same(x: Any, y: Any) -> bool:
