@@ -19,12 +19,14 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
+from torch import nn
 
 from wf_deepspeed.config import BATCH_KEYS, KEY, load_config, read_block
 from wf_deepspeed.entry import CONFIG_ARGUMENTS, find_config, initialize_with
+from wf_deepspeed.handle import WallFacer
 from wf_transformers import WholeBatchHooks, counted_by_group, temporarily_replace
 from wf_transformers.whole_batches.log_probabilities import generate_alone
-from wf_transformers.whole_batches.trainer import TRAINER_METHODS
+from wf_transformers.whole_batches.trainer import TRAINER_METHODS, hooks_on
 
 
 @contextmanager
@@ -55,6 +57,10 @@ def _initialize(
             RuntimeWarning,
             stacklevel=3,
         )
+    model = call.arguments.get("model")
+    earlier = hooks_on(model) if isinstance(model, nn.Module) else None
+    if earlier is not None and isinstance(earlier.handle, WallFacer):
+        earlier.handle.remove()  # auto_find_batch_size of the Trainer tries again
     engine, optimizer, loader, scheduler = initialize_with(
         original, call.args, call.kwargs, whole_batches=True
     )

@@ -22,11 +22,15 @@ import deepspeed  # noqa: E402
 import torch  # noqa: E402
 
 import wf_deepspeed  # noqa: E402
-from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
+from tests.integrations.deepspeed_jobs import run_ranks, tiny_llama  # noqa: E402
 from tests.integrations.deepspeed_trainer import NUM_EVALUATED, assert_logits_close  # noqa: E402
+from tests.integrations.transformers_models import one_rank  # noqa: E402
 from wf_deepspeed import unmodified  # noqa: E402
 from wf_deepspeed.__main__ import main, split  # noqa: E402
 from wf_deepspeed.config import BATCH_KEYS  # noqa: E402
+from wf_deepspeed.handle import WallFacer  # noqa: E402
+from wf_transformers import WholeBatchHooks, attach  # noqa: E402
+from wf_transformers.whole_batches.trainer import hooks_on  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
@@ -190,6 +194,21 @@ def test_an_engine_without_a_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -
         assert deepspeed.initialize(config=without) == plain
         assert deepspeed.initialize(config=disabled) == plain
     assert len(caught) == 1
+
+
+def test_an_engine_made_again_takes_the_place_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As auto_find_batch_size makes it; other hooks stay, and `WholeBatchHooks` refuses them."""
+    plain = (SimpleNamespace(), None, None, None)
+    monkeypatch.setattr(deepspeed, "initialize", lambda model=None, config=None: plain)
+    model, handle = tiny_llama(), object.__new__(WallFacer)
+    attached = attach(model, one_rank(), verify=False)
+    vars(handle).update(vars(attached))
+    for owner, is_kept in ((attached, True), (handle, False)):
+        hooks = WholeBatchHooks(model, owner)
+        with wf_deepspeed.opened():
+            deepspeed.initialize(model=model, config={"wallfacer": {"enabled": False}})
+        assert (hooks_on(model) is hooks) == is_kept
+        attached.remove()
 
 
 def test_a_missing_script_is_an_error_with_a_usage_line() -> None:

@@ -33,7 +33,7 @@ COUNTS_ALL = (
 def loss_only(_: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces the Trainer's `prediction_step`: does not gather logits that the Trainer drops."""
     call = inspect.signature(original).bind(*args, **kwargs)
-    hooks = _hooks_on(call.arguments["model"])
+    hooks = hooks_on(call.arguments["model"])
     if call.arguments["prediction_loss_only"] and hooks is not None and not hooks.always_whole:
         call.arguments["inputs"] = {**call.arguments["inputs"], WHOLE_LOGITS: False}
     return original(*call.args, **call.kwargs)
@@ -115,7 +115,7 @@ def compared_first(
     trainer: Any, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Replaces the Trainer's `training_step`: compares the loss before the first step."""
-    hooks = _hooks_on(model)
+    hooks = hooks_on(model)
     _refuse_generating(trainer, hooks)
     if hooks is not None and hooks.handle.awaits_first:
         counts_labels = (args[0] if args else kwargs.get(NUM_ITEMS)) is not None
@@ -190,7 +190,7 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, int | float | str)
 
 
-def _hooks_on(model: nn.Module) -> WholeBatchHooks | None:
+def hooks_on(model: nn.Module) -> WholeBatchHooks | None:
     """The hooks of the model, or of a model inside a wrapper."""
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     owners = (getattr(hook, "__self__", None) for hook in hooks)
