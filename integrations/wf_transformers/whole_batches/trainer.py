@@ -145,7 +145,8 @@ arguments."""
 
 
 def _refuse_generating(trainer: Any, hooks: WholeBatchHooks | None) -> None:
-    """Refuse evaluations that generate with a model whose `generate` was not replaced."""
+    """Refuse evaluations that generate with a model whose `generate` was not replaced, and TRL's
+    policies, which draw from a seed of each process, if nobody made the ranks draw alike."""
     generates = getattr(trainer.args, "predict_with_generate", False)
     evaluates = getattr(trainer, "eval_dataset", None) is not None
     models = [] if hooks is None else outermost(hooks.model)
@@ -154,6 +155,17 @@ def _refuse_generating(trainer: Any, hooks: WholeBatchHooks | None) -> None:
             "predict_with_generate=True with DeepSpeed's block at ZeRO 3: each rank would generate "
             "by itself, which needs whole parameters; leave it out, or eval_dataset, or take ZeRO 2"
         )
+    is_of_trl = any(cls.__module__.startswith("trl.") for cls in type(trainer).__mro__)
+    if is_of_trl and hasattr(trainer, "num_generations") and _takes_plain_batches(hooks):
+        raise NotImplementedError(
+            f"{type(trainer).__name__} with DeepSpeed's block: every rank of a sequence would "
+            "generate other completions; train under DDP, with wf_accelerate.connect_trainer"
+        )
+
+
+def _takes_plain_batches(hooks: WholeBatchHooks | None) -> bool:
+    """Whether several ranks share a model that was not connected for log-probabilities."""
+    return hooks is not None and hooks.handle.sp.size > 1 and hooks.whole_without_labels
 
 
 def _loss(
