@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from tests.autochunk.helpers import (
     ANY_SLOWDOWN,
@@ -109,6 +110,22 @@ def test_peak_of_convolutions_holds_under_torch_compile() -> None:
     model = Lambda(residual, nn.Conv2d(8, 8, 3, padding=1)).to(memory_format=torch.channels_last)
     image = torch.randn(1, 8, 256, 128).to(memory_format=torch.channels_last)
     assert_peak_holds_compiled(model, image)
+
+
+def test_peak_outside_of_slices_holds_under_torch_compile() -> None:
+    """inductor stores sums of residuals, and does not copy queries, keys and values in one loop."""
+
+    def layers(x: Tensor, norm: nn.Module, qkv: nn.ModuleList, mlp: nn.Module) -> Tensor:
+        for _ in range(3):
+            heads = (linear(norm(x)).unflatten(-1, (4, 16)).transpose(1, 2) for linear in qkv)
+            x = x + scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+            x = x + mlp(norm(x))
+        return x
+
+    qkv = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+    hidden = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    model = Lambda(layers, nn.LayerNorm(64), qkv, hidden)
+    assert_peak_holds_compiled(model, torch.randn(1, 1024, 64))
 
 
 def test_peak_of_elementwise_operators_holds_under_torch_compile() -> None:

@@ -17,6 +17,7 @@ from wf_backends.autochunk.graph import (
     read_steps,
     submodule,
 )
+from wf_backends.autochunk.ordering import store_values
 from wf_backends.autochunk.plan import ChunkedPart
 from wf_backends.autochunk.region import Bodies, ChunkedRegion, Region, region_key
 from wf_backends.autochunk.search import candidate_in
@@ -57,6 +58,8 @@ def lower(graph: fx.Graph, regions: Sequence[Region], effects: Effects) -> Lower
     module = fx.GraphModule(modules, lowered)
     steps = read_steps(module.graph, effects)
     paths = [module_path(step.node) for step in steps.steps]
+    store_values(steps)
+    module.recompile()
     return Lowered(module, tuple(zip(paths, steps.peaks, strict=True)))
 
 

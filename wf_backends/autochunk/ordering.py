@@ -1,8 +1,12 @@
-"""Writes slices of a region so that torch's compiler, inductor, keeps their order.
+"""Has torch's compiler, inductor, keep the order and the values that a plan counts.
 
 In its graph a region is unrolled. Inductor would run slices side by side, all of them alive: copies
 that it can see it moves behind the last slice. So slices are written by an operator of ours, which
 it does not see into, and whose declared writes and reads give the order.
+
+Outside of regions, inductor computes a pointwise operator where its output is read, and keeps its
+inputs instead: of a sum of residuals, all of them. It computes several such outputs in one loop,
+whose inputs all live to its end. So an operator of ours seems to write to these outputs.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
+from wf_backends.autochunk.graph import Steps
 from wf_backends.autochunk.slicing import Flow, Value
 
 Cut = tuple[int, int, int]  # (dim, lo, hi): rows [lo, hi) of a dimension
@@ -55,6 +60,49 @@ def _write_slice(
 torch.library.register_fake("wallfacer::write_slice", lambda *_: None)
 
 
+def store_values(graph: Steps) -> None:
+    """Have the compiler store each operator's output, as eager torch does.
+
+    Not stored is what a single pointwise operator reads: such chains stay fused.
+    """
+    readers: dict[int, list[fx.Node]] = {}
+    for step in graph.steps:
+        if step.allocates or step.node.op == "call_module":  # else it returns a view
+            for storage in set(step.reads):
+                readers.setdefault(storage, []).append(step.node)
+    for step in graph.steps:
+        if len(step.allocates) == 1 and isinstance(step.node.meta["val"], torch.Tensor):
+            (storage,) = step.allocates
+            read_by = readers.get(storage, [])
+            if len(read_by) != 1 or not _is_pointwise(read_by[0]):
+                _store_output(step.node)
+
+
+def _store_output(node: fx.Node) -> None:
+    with node.graph.inserting_after(node):
+        value = node.graph.call_function(stored, (node,))
+    value.meta = dict(node.meta)
+    node.replace_all_uses_with(value, delete_user_cb=lambda user: user is not value)
+
+
+def stored(value: torch.Tensor) -> torch.Tensor:
+    """The value itself, which the compiler stores."""
+    if torch.compiler.is_compiling():
+        torch.ops.wallfacer.store(value)
+    return value
+
+
+torch.library.define("wallfacer::store", "(Tensor(a!) value) -> ()", tags=torch.Tag.flexible_layout)
+
+
+@torch.library.impl("wallfacer::store", "CompositeExplicitAutograd")
+def _store(value: torch.Tensor) -> None:
+    """`value` is said to be written to; it is not."""
+
+
+torch.library.register_fake("wallfacer::store", lambda _: None)
+
+
 def seem_written(flow: Flow, overwritten: fx.Node | None) -> list[int]:
     """The inputs of a region, by index, that have to seem written after each slice, for the next
     one to wait.
@@ -79,7 +127,7 @@ def seem_written(flow: Flow, overwritten: fx.Node | None) -> list[int]:
         depends[op.value] = {i for source in op.sources for i in depends.get(source.value, ())}
         if getattr(op.node.target, "is_view", False):
             through_views[op.value] = read
-        elif torch.Tag.pointwise in getattr(op.node.target, "tags", ()):
+        elif _is_pointwise(op.node):
             pointwise.append(depends[op.value])
         else:
             chosen |= read
@@ -87,6 +135,10 @@ def seem_written(flow: Flow, overwritten: fx.Node | None) -> list[int]:
         if inputs and not inputs & chosen:
             chosen.add(min(inputs))
     return sorted(chosen)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _is_expanded(value: torch.Tensor) -> bool:
