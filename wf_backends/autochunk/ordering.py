@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
-from wf_backends.autochunk.graph import Steps
+from wf_backends.autochunk.graph import GraphStep, Steps
 from wf_backends.autochunk.slicing import Flow, Value
 
 Cut = tuple[int, int, int]  # (dim, lo, hi): rows [lo, hi) of a dimension
@@ -61,21 +61,31 @@ torch.library.register_fake("wallfacer::write_slice", lambda *_: None)
 
 
 def store_values(graph: Steps) -> None:
-    """Have the compiler store each operator's output, as eager torch does.
+    """Have the compiler store what the plan counts, unless it keeps less in its place.
 
-    Not stored is what a single pointwise operator reads: such chains stay fused.
+    Stored is what a library's operator reads (a matrix product, attention, a convolution), and what
+    regions or several operators read, if it is computed from as many bytes or more. A mask that is
+    computed from positions is not.
     """
-    readers: dict[int, list[fx.Node]] = {}
+    readers: dict[int, list[GraphStep]] = {}
     for step in graph.steps:
         if step.allocates or step.node.op == "call_module":  # else it returns a view
             for storage in set(step.reads):
-                readers.setdefault(storage, []).append(step.node)
+                readers.setdefault(storage, []).append(step)
+    kept: dict[int, set[int]] = {}  # in place of a storage: those from which it is computed
     for step in graph.steps:
-        if len(step.allocates) == 1 and isinstance(step.node.meta["val"], torch.Tensor):
-            (storage,) = step.allocates
-            read_by = readers.get(storage, [])
-            if len(read_by) != 1 or not _is_pointwise(read_by[0]):
-                _store_output(step.node)
+        is_fused = step.node.op == "call_function" and not step.flops
+        if not (is_fused and step.allocates and isinstance(step.node.meta["val"], torch.Tensor)):
+            continue
+        ((storage, size),) = step.allocates.items()
+        sources = {source for read in step.reads for source in kept.get(read, {read})}
+        read_by = readers.get(storage, [])
+        shared = len(read_by) > 1 or any(reader.node.op == "call_module" for reader in read_by)
+        larger = sum(graph.storage_bytes.get(source, 0) for source in sources) >= size
+        if any(reader.flops for reader in read_by) or (shared and larger):
+            _store_output(step.node)
+        else:
+            kept[storage] = sources
 
 
 def _store_output(node: fx.Node) -> None:
@@ -92,7 +102,9 @@ def stored(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-torch.library.define("wallfacer::store", "(Tensor(a!) value) -> ()", tags=torch.Tag.flexible_layout)
+torch.library.define(
+    "wallfacer::store", "(Tensor(a!) value) -> ()", tags=torch.Tag.needs_fixed_stride_order
+)
 
 
 @torch.library.impl("wallfacer::store", "CompositeExplicitAutograd")
@@ -127,7 +139,7 @@ def seem_written(flow: Flow, overwritten: fx.Node | None) -> list[int]:
         depends[op.value] = {i for source in op.sources for i in depends.get(source.value, ())}
         if getattr(op.node.target, "is_view", False):
             through_views[op.value] = read
-        elif _is_pointwise(op.node):
+        elif torch.Tag.pointwise in getattr(op.node.target, "tags", ()):
             pointwise.append(depends[op.value])
         else:
             chosen |= read
@@ -135,10 +147,6 @@ def seem_written(flow: Flow, overwritten: fx.Node | None) -> list[int]:
         if inputs and not inputs & chosen:
             chosen.add(min(inputs))
     return sorted(chosen)
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _is_expanded(value: torch.Tensor) -> bool:
