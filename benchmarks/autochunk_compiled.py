@@ -34,7 +34,8 @@ def compiled_table(only: str) -> None:
     """
     print(f"\nUnder torch.compile, slices for {SHARE:.0%} of the unchunked peak:\n")
     head = ("model", "attention", "as it is MiB", "compiled MiB", "slices: plan MiB", "MiB")
-    print_head(*head, "compiled MiB", "compiled / plan", "slices", "compiling s")
+    ratios = "compiled / plan", "without reuse / plan"
+    print_head(*head, "compiled MiB", *ratios, "slices", "compiling s")
     for name, (make, size) in CASES.items():
         for fused in (False, True):
             if only in name:
@@ -42,7 +43,7 @@ def compiled_table(only: str) -> None:
                 try:
                     print_row(*names, *compiled_cells(make, size, fused))
                 except BackendCompilerFailed:
-                    print_row(*names, "torch's inductor fails", *[""] * 7)
+                    print_row(*names, "torch's inductor fails", *[""] * 8)
 
 
 @torch.no_grad()
@@ -59,15 +60,20 @@ def compiled_cells(
     start = time.perf_counter()
     compiled = compiled_peak(chunked, kwargs)
     seconds = time.perf_counter() - start
+    without_reuse = compiled_peak(chunked, kwargs, {"allow_buffer_reuse": False})
     plan = chunked.plan
     num_slices = sum(-(-region.rows // region.length) for region in plan.regions)
     cells = mib(whole), mib(compiled_whole), mib(plan.peak), mib(in_slices), mib(compiled)
-    return *cells, f"{compiled / plan.peak:.2f}", str(num_slices), f"{seconds:.0f}"
+    ratios = (f"{peak / plan.peak:.2f}" for peak in (compiled, without_reuse))
+    return *cells, *ratios, str(num_slices), f"{seconds:.0f}"
 
 
-def compiled_peak(model: torch.nn.Module, kwargs: dict[str, Any]) -> int:
+def compiled_peak(
+    model: torch.nn.Module, kwargs: dict[str, Any], options: dict[str, Any] | None = None
+) -> int:
+    """The peak of a run, compiled with options of inductor."""
     torch.compiler.reset()
-    run = partial(torch.compile(model), **kwargs)
+    run = partial(torch.compile(model, options=options), **kwargs)
     run()
     return models.profiled_peak(run)
 
