@@ -231,7 +231,8 @@ def test_a_worker_needs_no_gil() -> None:
     """A caller may hold it while it waits for a GPU whose stream waits for the worker."""
     sleep_with_gil = ctypes.PyDLL(None).usleep
     ready, done = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    thread = worker._extension().Worker(ready, done, torch.zeros((), dtype=torch.float64))
+    seconds = torch.zeros((), dtype=torch.float64)
+    thread = worker._extension().Worker(ready, done, seconds, worker.raise_in_thread)
     x, outs = torch.randn(256, 256), torch.empty(40, 256, 256)
     tasks = [thread.multiply(x, x, out) for out in outs]
     ready.fill_(tasks[-1])
@@ -260,20 +261,35 @@ def fail_in_worker(device: Accelerator, out: Tensor) -> None:
     device.wait([device.compute_on_host("look_up", weight, ids, out, 8)])
 
 
-def test_an_error_of_a_worker_is_raised_at_once_and_once_in_the_main_thread(
-    capfd: pytest.CaptureFixture[str],
+def read_failed_rows(device: Accelerator, streams: EmulatedStreams) -> None:
+    """Call a worker that fails and read its output, as from a GPU; call nothing of HeteGen more."""
+    stream, out = streams.stream(), torch.zeros(2, 3)
+    streams.current = lambda: stream  # type: ignore[method-assign]
+    fail_in_worker(device, out)
+    del streams.current
+    read = streams.event()
+    read.record(stream)
+    read.synchronize()
+    pytest.fail(f"nothing was raised, and this was read: {out}")
+
+
+@pytest.mark.parametrize("in_main_thread", [True, False])
+def test_an_error_of_a_worker_is_raised_at_once_and_once_in_the_callers_thread(
+    in_main_thread: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The caller calls nothing of HeteGen more."""
-    model, device = MLP(), Accelerator(RATES, EmulatedStreams(flags=True))
+    model, streams = MLP(), EmulatedStreams(flags=True)
+    device = Accelerator(RATES, streams)
     handle = dispatch_model(model, MEMORY, device, alpha=0.5)
-    out, x = torch.zeros(2, 3), torch.randn(1, 64)
-    with pytest.raises(RuntimeError, match="are NaN.*index out of range"):
-        fail_in_worker(device, out)
-        out.sum().item()
-        pytest.fail("nothing was raised")
-    assert re.search("are NaN.*index out of range", capfd.readouterr().err)
-    with torch.no_grad():
+    x = torch.randn(1, 64)
+    with ThreadPoolExecutor(1) as pool, torch.no_grad():
+        with pytest.raises(RuntimeError, match="are NaN.*index out of range") as caught:
+            if in_main_thread:
+                read_failed_rows(device, streams)
+            pool.submit(read_failed_rows, device, streams).result()
+        assert caught.type is RuntimeError
+        assert re.search("are NaN.*index out of range", capfd.readouterr().err)
         torch.testing.assert_close(model(x), MLP()(x), rtol=0, atol=1e-5)
+        assert pool.submit(threading.get_ident).result(TIMEOUT)  # its thread raises nothing more
     handle.report()
     handle.remove()
 
@@ -310,17 +326,22 @@ def test_rows_whose_copy_failed_after_a_call_are_copied_again_by_the_next() -> N
 
 
 @pytest.mark.parametrize("raised_by", ["next call", "report", "remove"])
-def test_an_error_of_a_worker_is_raised_by_what_comes_next_in_another_thread(
+def test_an_error_of_a_worker_whose_callers_thread_is_idle_is_raised_by_what_comes_next(
     raised_by: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model, device = MLP(), Accelerator(RATES, EmulatedStreams(flags=True))
+    model, streams, go_on = MLP(), EmulatedStreams(flags=True), threading.Event()
+    device = Accelerator(RATES, streams)
     handle = dispatch_model(model, MEMORY, device, alpha=0.5)
-    out = torch.zeros(2, 3)
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(fail_in_worker, device, out).result()
-    with torch.no_grad():
+    stream, out = streams.stream(), torch.zeros(2, 3)
+    stream.put(lambda: go_on.wait(TIMEOUT))
+    streams.current = lambda: stream  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool, torch.no_grad():
+        pool.submit(fail_in_worker, device, out).result()
+        del streams.current
+        go_on.set()
+        streams.synchronize()
         assert out.isnan().all()
-        assert re.search("are NaN.*index out of range", capfd.readouterr().err)
+        assert pool.submit(threading.get_ident).result(TIMEOUT)  # an error would have ended it
         with pytest.raises(RuntimeError, match="index out of range"):
             if raised_by == "next call":
                 model(torch.randn(1, 64))

@@ -13,6 +13,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <future>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -28,6 +29,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr auto BUSY_WAIT = std::chrono::milliseconds(1);   // the thread polls for so long, and then
 constexpr auto POLL_EVERY = std::chrono::microseconds(20); // sleeps between polls
+constexpr auto GIL_WAIT = std::chrono::seconds(1);         // at most, to raise an error in Python
 
 struct Task {
   int64_t number;             // written to the worker's flag `done` when the task has ended
@@ -53,9 +55,10 @@ class Flag {
 class Worker : public std::enable_shared_from_this<Worker> {
  public:
   // ready, done: int64, pinned, zero. busy_seconds: float64, to which the time of tasks is added.
-  Worker(Tensor ready, Tensor done, Tensor busy_seconds)
+  // raise_in_thread: worker.py's.
+  Worker(Tensor ready, Tensor done, Tensor busy_seconds, pybind11::object raise_in_thread)
       : ready_(std::move(ready)), done_(std::move(done)), busy_seconds_(std::move(busy_seconds)),
-        thread_([this] { loop(); }) {}
+        raise_in_thread_(std::move(raise_in_thread)), thread_([this] { loop(); }) {}
 
   ~Worker() { close(); }
 
@@ -73,13 +76,13 @@ class Worker : public std::enable_shared_from_this<Worker> {
     return submit(last_ + 1, out, [=] { out.copy_(at::embedding(weight, ids)); });
   }
 
-  // Raises the first error of a task since the last `cancel`, unless the main thread has raised it.
+  // Raises the first error of a task since the last `cancel`, unless the caller's thread raised it.
   void check() {
     std::lock_guard lock(mutex_);
     if (!error_.empty() && !raised_) throw std::runtime_error(error_);
   }
 
-  // Whether the main thread has raised an error, and nothing was cancelled since.
+  // Whether the caller's thread raised an error, and nothing was cancelled since.
   bool has_raised() {
     std::lock_guard lock(mutex_);
     return raised_;
@@ -88,13 +91,12 @@ class Worker : public std::enable_shared_from_this<Worker> {
   // Ends all tasks, though those that had not begun did nothing.
   void cancel() {
     std::deque<Task> dropped;  // freed with the GIL
+    cancelled_ = last_;
     pybind11::gil_scoped_release release;
     std::unique_lock lock(mutex_);
-    cancelled_ = true;
     dropped.swap(queue_);
     idle_.wait(lock, [this] { return !working_; });
     done_.write(last_);
-    cancelled_ = false;
     raised_ = false;
     error_.clear();
   }
@@ -133,10 +135,9 @@ class Worker : public std::enable_shared_from_this<Worker> {
       queue_.pop_front();
       working_ = true;
       lock.unlock();
-      std::string error = wait_until_ready(task.ready) ? run(task) : "";
+      std::string error = wait_until_ready(task) ? run(task) : "";
+      if (!error.empty()) raise_in_caller(task.number, error);
       lock.lock();
-      if (error_.empty()) error_ = error;
-      if (!error.empty()) Py_AddPendingCall(raise_error, new std::weak_ptr(weak_from_this()));
       done_.write(task.number);
       ended_.push_back(std::move(task));
       working_ = false;
@@ -144,29 +145,37 @@ class Worker : public std::enable_shared_from_this<Worker> {
     }
   }
 
-  // Python's main thread runs this between two bytecodes, as it raises KeyboardInterrupt: a caller
-  // who reads the outputs of its last call gets the error. Other threads get it by `check` alone.
-  static int raise_error(void* worker) {
-    std::unique_ptr<std::weak_ptr<Worker>> pointer(static_cast<std::weak_ptr<Worker>*>(worker));
-    std::shared_ptr<Worker> self = pointer->lock();
-    if (!self) return 0;
-    std::string error;
-    {
-      std::lock_guard lock(self->mutex_);
-      if (self->raised_ || self->caller_ != PyThread_get_thread_ident()) return 0;
-      error = self->error_;
-      self->raised_ = !error.empty();
-    }
-    if (error.empty()) return 0;
-    PyErr_SetString(PyExc_RuntimeError, error.c_str());
-    return -1;
+  // Has the thread that called raise the error before it can read the outputs, also if it calls
+  // nothing more. If it holds the GIL while it waits for them, it raises right afterwards.
+  void raise_in_caller(int64_t task, const std::string& error) {
+    auto raised = std::make_shared<std::promise<void>>();
+    auto future = raised->get_future();
+    std::thread([self = weak_from_this(), task, error, raised] {
+      pybind11::gil_scoped_acquire gil;
+      if (auto worker = self.lock()) worker->keep_error(task, error);
+      raised->set_value();
+    }).detach();
+    future.wait_for(GIL_WAIT);
   }
 
-  // Whether the flag `ready` came to the number; false after `cancel`.
-  bool wait_until_ready(int64_t number) const {
+  void keep_error(int64_t task, const std::string& error) {
+    unsigned long caller;
+    {
+      std::lock_guard lock(mutex_);
+      if (task <= cancelled_ || !error_.empty()) return;
+      caller = caller_;
+    }
+    bool raised = pybind11::cast<bool>(raise_in_thread_(caller, error));
+    std::lock_guard lock(mutex_);
+    error_ = error;
+    raised_ = raised;
+  }
+
+  // Whether the flag `ready` came to the task's number; false if the task was cancelled.
+  bool wait_until_ready(const Task& task) const {
     auto start = Clock::now();
-    while (!ready_.reached(number)) {
-      if (cancelled_) return false;
+    while (!ready_.reached(task.ready)) {
+      if (task.number <= cancelled_) return false;
       if (Clock::now() - start < BUSY_WAIT) std::this_thread::yield();
       else std::this_thread::sleep_for(POLL_EVERY);
     }
@@ -174,7 +183,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
   }
 
   // Runs a task; returns its error, or "". The output of a task that failed is NaN, if it can be,
-  // and stderr says so at once: a caller other than the main thread may call nothing more.
+  // and stderr says so at once: another thread than the caller's may read it.
   std::string run(Task& task) {
     auto start = Clock::now();
     std::string error;
@@ -202,9 +211,10 @@ class Worker : public std::enable_shared_from_this<Worker> {
   std::vector<Task> ended_;
   int64_t last_ = 0;
   bool working_ = false, closed_ = false, raised_ = false;
-  std::atomic<bool> cancelled_ = false;
+  std::atomic<int64_t> cancelled_ = 0;  // the last task that is cancelled
   std::string error_;
   unsigned long caller_ = 0;  // Python's thread that submitted the last task
+  pybind11::object raise_in_thread_;
   std::thread thread_;  // the last member: it uses all others
 };
 
@@ -212,7 +222,7 @@ class Worker : public std::enable_shared_from_this<Worker> {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   pybind11::class_<Worker, std::shared_ptr<Worker>>(module, "Worker")
-      .def(pybind11::init<Tensor, Tensor, Tensor>())
+      .def(pybind11::init<Tensor, Tensor, Tensor, pybind11::object>())
       .def("copy", &Worker::copy)
       .def("multiply", &Worker::multiply)
       .def("look_up", &Worker::look_up)

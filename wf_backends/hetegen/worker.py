@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import sys
+import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -39,7 +43,7 @@ class Worker:
         self._streams = streams
         flags = streams.pinned((2, CACHE_LINE), torch.int64).zero_()
         self._ready, self._done = flags[0, :1], flags[1, :1]
-        self.thread = _extension().Worker(self._ready, self._done, busy_seconds)
+        self.thread = _extension().Worker(self._ready, self._done, busy_seconds, raise_in_thread)
         self.close = weakref.finalize(self, self.thread.close)  # at exit, too
         self._check_flags()
 
@@ -84,6 +88,32 @@ def make_workers(streams: Streams, busy_seconds: Mapping[str, Tensor]) -> dict[s
             stacklevel=2,
         )
         return {}
+
+
+def raise_in_thread(ident: int, message: str) -> bool:
+    """Raise a RuntimeError in a thread between two bytecodes, as Ctrl-C is in the main one.
+
+    Not in a pool's thread that has no task: the error would end it.
+
+    Args:
+        ident: of the thread, as `threading.get_ident()`.
+
+    Returns:
+        Whether the thread raises it.
+    """
+    if ident != threading.main_thread().ident:
+        top = sys._current_frames().get(ident)
+        frames = traceback.walk_stack(top) if top else ()
+        modules = {frame.f_globals.get("__name__", "") for frame, _ in frames}
+        if {name.partition(".")[0] for name in modules} <= sys.stdlib_module_names:
+            return False
+
+    class Error(RuntimeError):
+        def __new__(cls) -> RuntimeError:  # Python takes a class, and calls it in the thread
+            return RuntimeError(message)
+
+    set_error = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    return set_error(ctypes.c_ulong(ident), ctypes.py_object(Error)) == 1
 
 
 def _extension() -> Any:
