@@ -5,10 +5,9 @@ Shapes: b batch, h heads, S queries, S' keys.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,23 +28,6 @@ TYPES: Mapping[Slopes | None, str] = MappingProxyType(
         (1, 1): "bicausal",
     }
 )
-
-
-class _GrowingSlice(NamedTuple):
-    """A slice of the consecutive queries start to stop, with the key ranges of both ends."""
-
-    start: int
-    stop: int
-    first_keys: Range
-    last_keys: Range
-    slopes: Slopes | None = None  # None for a single query
-
-    def extended(self, keys: Range) -> _GrowingSlice | None:
-        """The slice with one more query, which sees `keys`; None if that is not one slice."""
-        slopes = keys[0] - self.last_keys[0], keys[1] - self.last_keys[1]
-        if slopes not in TYPES or self.slopes not in (None, slopes):
-            return None
-        return _GrowingSlice(self.start, self.stop + 1, self.first_keys, keys, slopes)
 
 
 def slices_of_mask(mask: Tensor) -> SliceArguments:
@@ -73,13 +55,13 @@ def slices_of_mask(mask: Tensor) -> SliceArguments:
             f"mask {tuple(mask.shape)} differs between samples or heads, and slices hold for all: "
             "take a batch of one sample"
         )
-    slices = _slices(_key_ranges(visible[0].cpu()))
+    slices = [*_slices(_key_ranges(visible[0].cpu()))]
     if not slices:
         raise ValueError(f"mask {tuple(mask.shape)} lets no query see a key")
     return {
-        "q_ranges": [(slice_.start, slice_.stop) for slice_ in slices],
-        "k_ranges": [(slice_.first_keys[0], slice_.last_keys[1]) for slice_ in slices],
-        "attn_mask_types": [TYPES[slice_.slopes] for slice_ in slices],
+        "q_ranges": [queries for queries, _, _ in slices],
+        "k_ranges": [keys for _, keys, _ in slices],
+        "attn_mask_types": [type_ for _, _, type_ in slices],
     }
 
 
@@ -94,21 +76,27 @@ def _key_ranges(visible: Tensor) -> list[list[Range]]:
     return ranges
 
 
-def _slices(key_ranges: Sequence[Sequence[Range]]) -> list[_GrowingSlice]:
-    """The slices with the most queries, found query by query; key_ranges as by `_key_ranges`.
+def _slices(key_ranges: Sequence[Sequence[Range]]) -> Iterator[tuple[Range, Range, str]]:
+    """(queries, keys, type) of each slice, as long as they get; key_ranges as by `_key_ranges`.
 
-    A query extends the last one's slices, range by range, if both have equally many ranges.
+    Consecutive queries with equally many ranges share slices, one for each range.
     """
-    finished, current = list[_GrowingSlice](), list[_GrowingSlice]()
-    for query, ranges in enumerate(key_ranges):
-        if len(current) != len(ranges):
-            finished += current
-            current = []
-        slices: list[_GrowingSlice] = []
-        for slice_, keys in zip_longest(current, ranges):
-            extended = slice_.extended(keys) if slice_ else None
-            if slice_ and not extended:
-                finished.append(slice_)
-            slices.append(extended or _GrowingSlice(query, query + 1, keys, keys))
-        current = slices
-    return finished + current
+    for _, run in groupby(enumerate(key_ranges), lambda query: len(query[1])):
+        queries, ranges_by_query = zip(*run, strict=True)
+        for ranges in zip(*ranges_by_query, strict=True):
+            for start, stop, slopes in _even_parts(ranges):
+                keys = ranges[start][0], ranges[stop - 1][1]
+                yield (queries[start], queries[stop - 1] + 1), keys, TYPES[slopes]
+
+
+def _even_parts(ranges: Sequence[Range]) -> Iterator[tuple[int, int, Slopes | None]]:
+    """(start, stop, slopes) of the parts of a list of ranges in which both ends rise evenly."""
+    start, slopes = 0, None
+    for i, (last, keys) in enumerate(pairwise(ranges), start=1):
+        step = keys[0] - last[0], keys[1] - last[1]
+        if step in TYPES and slopes in (None, step):
+            slopes = step
+        else:
+            yield start, i, slopes
+            start, slopes = i, None
+    yield start, len(ranges), slopes

@@ -13,7 +13,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
+from math import exp
 from random import Random
+from statistics import NormalDist
 
 from wf_backends.cost import Workload
 from wf_backends.planner.head_splits import legal_degrees
@@ -23,11 +25,8 @@ from wf_backends.schedule import LAYOUTS, Mask, Placed, Range
 SPARSE_EXACT_UP_TO = 64  # ranks up to which every message is counted under such a mask
 MIN_PART_RANKS = 2 * EXACT_UP_TO  # of a part that stands for all ranks
 MIN_PART_WINDOWS = 16  # that fit into the tokens of a part
-DOCUMENT_LENGTHS = (
-    *(1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 8, 8, 9, 10, 10, 11, 12, 13, 14, 16),
-    *(17, 19, 21, 23, 26, 29, 34, 41, 53, 86),
-)
-"""Quantiles of a log-normal distribution with sigma = 1, in tenths of its median."""
+DOCUMENT_LENGTHS = tuple(round(10 * exp(NormalDist().inv_cdf((i + 0.5) / 32))) for i in range(32))
+"""Quantiles of a log-normal distribution with sigma = 1, in tenths of its median: 1 to 86."""
 GRID_CELLS = 32  # of a sequence; slices are taken to begin and end at their borders
 MAX_GRID_ERROR = 0.05
 """Share of the pairs that slices let through; if the grid changes more, slices stay as they are."""
