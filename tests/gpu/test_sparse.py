@@ -22,7 +22,7 @@ from tests.gpu.ranks_on_gpu import DEVICE
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator, World
-from wf_backends.sparse import CompressedAttention, SparseAttention, key_ranges, rows
+from wf_backends.sparse import CompressedAttention, SparseAttention, readers
 from wf_backends.sparse.compressed import Entries, Groups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(100)]
@@ -239,8 +239,8 @@ def test_waits_for_the_gpu_do_not_grow_with_the_blocks(
         run()
         return
     waits = [waits_of(run)]
-    monkeypatch.setattr(rows, "BLOCK_ELEMENTS", rows.BLOCK_ELEMENTS >> 10)
-    monkeypatch.setattr(key_ranges, "BLOCK_SCORES", key_ranges.BLOCK_SCORES >> 10)
+    monkeypatch.setattr(readers, "BLOCK_ELEMENTS", readers.BLOCK_ELEMENTS >> 10)
+    monkeypatch.setattr(readers, "BLOCK_SCORES", readers.BLOCK_SCORES >> 10)
     waits.append(waits_of(run))
     print(f"\n{kind}: waits {waits[0]}, in smaller blocks {waits[1]}", flush=True)
     assert waits[0] == waits[1]

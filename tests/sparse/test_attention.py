@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
-from wf_backends.sparse import SparseAttention, rows
+from wf_backends.sparse import SparseAttention, readers
 
 SEQLEN, BATCH, HEADS, DIM, VALUE_DIM = 24, 2, 4, 6, 5
 
@@ -86,7 +86,7 @@ def over_ranks(
 def test_outputs_and_gradients_are_those_of_dense_attention(
     heads: int, per_head: bool, size: int, layout: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(readers, "BLOCK_ELEMENTS", block)
     q, k, v, chosen = draw(heads, per_head)
     inputs = [q, k, v]
     sinks = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.helpers import run_threads
 from tests.sparse.test_attention import gradients, roundings, sequence_parallel
-from wf_backends.sparse import CompressedAttention, key_ranges
+from wf_backends.sparse import CompressedAttention, readers
 from wf_backends.sparse.compressed import Entries, Groups
 from wf_backends.sparse.needed_rows import with_earlier_rows
 
@@ -94,8 +94,8 @@ def test_outputs_and_gradients_are_those_of_dense_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`chosen`: whether the entries that a row sees are given one by one, or all of them meant."""
-    monkeypatch.setattr(key_ranges, "BLOCK_ROWS", 4)  # blocks of 1 to 4 rows
-    monkeypatch.setattr(key_ranges, "BLOCK_SCORES", 40 * BATCH * HEADS)
+    monkeypatch.setattr(readers, "BLOCK_ROWS", 4)  # blocks of 1 to 4 rows
+    monkeypatch.setattr(readers, "BLOCK_SCORES", 40 * BATCH * HEADS)
     generator = torch.Generator().manual_seed(0)
     shapes = (BATCH, SEQLEN, HEADS, DIM), (BATCH, SEQLEN, DIM), (BATCH, SEQLEN, DIM), (HEADS,)
     drawn = [torch.randn(*x, dtype=torch.float64, generator=generator) for x in shapes]

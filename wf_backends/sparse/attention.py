@@ -28,7 +28,7 @@ from wf_backends.parallel import SequenceParallel, check_tensors, make_softmax
 from wf_backends.schedule import Layout, Mask, layout_of, make_mask
 from wf_backends.sparse.function import Columns, KeysAttention
 from wf_backends.sparse.needed_rows import gather_needed
-from wf_backends.sparse.rows import ChosenRows
+from wf_backends.sparse.readers import ChosenRows
 
 
 class SparseAttention(Shared):

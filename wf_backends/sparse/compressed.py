@@ -30,9 +30,8 @@ from wf_backends.parallel import SequenceParallel, check_tensors, make_softmax
 from wf_backends.runtime import positions
 from wf_backends.schedule import Layout, Mask, join, layout_of, locate, make_mask
 from wf_backends.sparse.function import BOTH, KeysAttention
-from wf_backends.sparse.key_ranges import KeyRanges
 from wf_backends.sparse.needed_rows import gather_needed, with_earlier_rows
-from wf_backends.sparse.rows import ChosenRows
+from wf_backends.sparse.readers import ChosenRows, KeyRanges
 
 
 class Groups(NamedTuple):
