@@ -120,9 +120,6 @@ def measured_topology(
     Args:
         hosts: the host name of every rank, by rank.
         fresh: measure in any case, and keep nothing.
-
-    Raises:
-        ValueError: if hosts have different numbers of ranks or are not numbered one by one.
     """
     key = sha256(repr((list(hosts), device.type)).encode()).hexdigest()[:16]
     path, log = folder / f"topology-{key}.json", logging.getLogger(__name__)

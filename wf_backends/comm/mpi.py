@@ -88,7 +88,6 @@ class MpiComm(ProcessComm):
                 self.comm.Isend([b"", 0, self.MPI.BYTE], peer, ENDED_TAG)
 
     def carries(self, device: torch.device) -> bool:
-        """See Communicator.carries."""
         return device.type == "cpu" or self.cuda_aware
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:

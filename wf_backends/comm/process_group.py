@@ -92,7 +92,6 @@ class GroupComm(ProcessComm):
             self.start_watch()
 
     def break_off(self, verdict: str) -> None:
-        """See ProcessComm.break_off."""
         super().break_off(verdict)
         end_waits(self.group)
 

@@ -50,7 +50,6 @@ class AlibiKernel:
         self.name, self._kernel = kernel.name, kernel
 
     def refuses(self, spec: KernelSpec) -> str | None:
-        """See Kernel.refuses."""
         if not spec.looks_back:
             return "it has no ALiBi where rows see later keys"
         if spec.softcap:
@@ -60,11 +59,9 @@ class AlibiKernel:
         return self._kernel.refuses(_extended_spec(spec))
 
     def runs(self, spec: KernelSpec) -> str:
-        """See Kernel.runs."""
         return f"{self._kernel.runs(_extended_spec(spec))}, ALiBi as dimensions of queries and keys"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
-        """See Kernel.forward."""
         if len(blocks := _blocks(q, k, band)) > 1:
             return forward_of_sub_tiles(self.forward, blocks, (q, k, v), scores)
         q, k, row_bias = _append_distances(q, k, scores)
@@ -72,7 +69,6 @@ class AlibiKernel:
         return out, lse - row_bias.to(lse.dtype)
 
     def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
-        """See Kernel.backward."""
         if len(blocks := _blocks(tile.q, tile.k, band)) > 1:
             return backward_of_sub_tiles(self.backward, blocks, tile, scores)
         q, k, row_bias = _append_distances(tile.q, tile.k, scores)

@@ -70,7 +70,6 @@ class FlashKernel(SplitKernel):
         return None if has_flash_3() else missing_flash_2()
 
     def runs(self, spec: KernelSpec) -> str:
-        """See Kernel.runs."""
         return "flash-attn 3" if has_flash_3() else "flash-attn 2"
 
     def operators(self, q: Tensor, k: Tensor, band: Band) -> Operators:

@@ -118,7 +118,6 @@ class SplitKernel:
     """The operators for the tile of q (b, i, h, d) and k (b, j, g, d) under a band."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:
-        """See Kernel.forward."""
         value_dim = v.shape[3]
         if q.shape[3] != value_dim:
             q, k, v = _pad_to_same_dim(q, k, v)

@@ -49,7 +49,6 @@ class ReferenceKernel:
         return None
 
     def runs(self, spec: KernelSpec) -> str:
-        """See Kernel.runs."""
         return "einsums that hold the scores of a block of rows"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> OutLse:

@@ -205,9 +205,6 @@ def _join_rank_0(store: Store, process: JobProcess, keys: list[str], timeout: fl
     """As another rank: come to rank 0's attempt, until one has confirmed this very process.
 
     The name found first may be left from an attempt that has ended.
-
-    Raises:
-        ValueError: if another process comes as the same rank.
     """
     name, end, key, last = uuid4().hex, time.monotonic() + timeout, keys[process.rank], None
     arrival = _arrival(process, name, process.restart)

@@ -24,19 +24,12 @@ Layout = tuple[Ranges, ...]  # rank -> its shard
 
 
 def contiguous(num_ranks: int, seqlen: int) -> Layout:
-    """Rank r owns chunk r of `num_ranks` chunks.
-
-    Raises:
-        ValueError: if there are fewer tokens than ranks.
-    """
+    """Rank r owns chunk r of `num_ranks` chunks."""
     return tuple((chunk,) for chunk in _chunks("contiguous", num_ranks, num_ranks, seqlen))
 
 
 def zigzag(num_ranks: int, seqlen: int) -> Layout:
     """Rank r owns chunks r and 2P-1-r of 2P chunks: even work under a causal mask.
-
-    Raises:
-        ValueError: if there are fewer tokens than 2P chunks.
 
     Source: ring-flash-attention issue 2; PyTorch calls it "head-tail".
     """
@@ -56,9 +49,6 @@ def document_zigzag(num_ranks: int, cu_seqlens: tuple[int, ...]) -> Layout:
 
     Args:
         cu_seqlens: the documents' borders 0 = c0 < c1 < ... = S.
-
-    Raises:
-        ValueError: if a rank would get no tokens.
     """
     load = causal_load(cu_seqlens)
     documents = sorted(load.segments, key=lambda document: (-document.length, document.start))
@@ -76,9 +66,6 @@ def balanced(num_ranks: int, seqlen: int, slices: tuple[Slice, ...]) -> Layout:
 
     Ranks are in the order of their first tokens, so that neighbours on a ring are near each other
     in the sequence.
-
-    Raises:
-        ValueError: if there are fewer tokens than ranks, or a slice ends beyond the sequence.
     """
     if seqlen < num_ranks:
         raise _too_short("balanced", seqlen, num_ranks, num_ranks)

@@ -26,11 +26,7 @@ def ring(n: int) -> Schedule:
 
 
 def double_ring(n: int, inner: int) -> Schedule:
-    """LoongTrain's double ring (arXiv 2406.18485): laps of `inner` neighbours, then a jump.
-
-    Raises:
-        ValueError: if inner does not divide n.
-    """
+    """LoongTrain's double ring (arXiv 2406.18485): laps of `inner` neighbours, then a jump."""
     _require(inner >= 1 and n % inner == 0, "inner", inner, f"divide the {n} ranks of the route")
     step = tuple(r // inner * inner + (r - 1) % inner for r in range(n))
     jump = tuple((r - inner) % n for r in range(n))
@@ -53,9 +49,6 @@ def concentric(n: int, team_size: int) -> Schedule:
     Args:
         n: ranks of the route. team_size: C, ranks that share their queries.
 
-    Raises:
-        ValueError: if the square of team_size does not divide n.
-
     Source: arXiv 2407.00611, section 3.2 and appendix A.2.
     """
     fits = team_size >= 1 and n % team_size**2 == 0
@@ -77,9 +70,6 @@ def mesh(n: int, rows: int, cols: int) -> Schedule:
     """Mesh-Attention, Attention2D: a rank gathers `rows` query shards and meets `cols` key shards.
 
     Keys walk from step to step, so that a transfer overlaps with the step before.
-
-    Raises:
-        ValueError: if rows * cols is not n.
 
     Source: arXiv 2512.20968; arXiv 2503.15758.
     """
