@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -117,8 +117,11 @@ def raise_in_thread(ident: int, message: str) -> bool:
 
 
 def _extension() -> Any:
-    """worker.cpp, built by torch into its folder of extensions when this torch first uses it."""
+    """worker.cpp, built by torch into its folder of extensions when this torch first uses it.
+
+    Each installation of torch has its own build, though they share the folder.
+    """
     from torch.utils.cpp_extension import load
 
-    version = re.sub(r"\W", "_", torch.__version__)
-    return load(f"wallfacer_hetegen_{version}", [str(SOURCE)], extra_cflags=["-O2"])
+    installation = crc32(f"{torch.__version__} {torch.__file__}".encode())
+    return load(f"wallfacer_hetegen_{installation:08x}", [str(SOURCE)], extra_cflags=["-O2"])
