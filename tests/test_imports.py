@@ -42,7 +42,6 @@ PACKAGES = tuple(ROW_OF)
 PURE_PACKAGES = ("schedule", "lowering", "cost", "planner", "config", "hetegen.weights", "budget")
 PURE = tuple(f"wf_backends.{name}" for name in ("_validation", *PURE_PACKAGES))
 PURE_MODULES = (  # of packages that are not pure
-    "wf_backends.cluster.job",
     "wf_backends.cluster.presets",
     "wf_backends.cluster.topology",
     "wf_backends.launch.environment",

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from wf_backends.cluster.job import check_job, is_host_by_host
 from wf_backends.cluster.presets import PRESETS, load
-from wf_backends.cluster.topology import from_dict
+from wf_backends.cluster.topology import check_job, from_dict, is_host_by_host
 
 FILES = sorted((Path(__file__).parents[2] / "configs/topologies").iterdir())
 RATE = {"forward_tflops": 0.02, "backward_tflops": 0.04, "call_us": 50}

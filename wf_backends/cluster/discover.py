@@ -20,10 +20,9 @@ from pathlib import Path
 import torch
 
 from wf_backends.checkpoints import write_whole
-from wf_backends.cluster.job import check_job, is_host_by_host
 from wf_backends.cluster.measure import measure_topology
 from wf_backends.cluster.presets import MEASURE, PRESETS, load, load_extended, one_host
-from wf_backends.cluster.topology import Topology, from_dict
+from wf_backends.cluster.topology import Topology, check_job, from_dict, is_host_by_host
 from wf_backends.comm import Communicator, gather_texts
 
 

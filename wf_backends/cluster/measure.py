@@ -9,7 +9,6 @@ from statistics import median
 
 import torch
 
-from wf_backends.cluster.job import check_job
 from wf_backends.cluster.measure_kernels import HEAD_DIM, KernelTimer
 from wf_backends.cluster.measure_links import (
     measure_between,
@@ -19,7 +18,7 @@ from wf_backends.cluster.measure_links import (
 )
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.cluster.timer import Timer
-from wf_backends.cluster.topology import Topology
+from wf_backends.cluster.topology import Topology, check_job
 from wf_backends.comm import Communicator
 from wf_backends.runtime import Messages, gather_rows, make_head_exchange
 from wf_backends.schedule import make_layout

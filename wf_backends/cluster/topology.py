@@ -7,7 +7,7 @@ topology file has its own units (`from_dict`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from reprlib import repr as short
 from typing import Any
@@ -17,6 +17,10 @@ from wf_backends._validation import check_keys, nearest, positive
 KERNEL_NAMES = ("reference", "sdpa", "flash")
 MAX_MACHINES = 10**6  # hosts, ranks or NICs
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # in a file: with others bytes / rate may not be finite
+REMEDY = (
+    "Name another or correct its file; or measure one: wallfacer bench-links --out topology.json, "
+    'or "topology": "measure" in a config'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,49 @@ class Topology:
             **_write(self, _TOPOLOGY),
             **({"direct_links": True} if self.direct_links else {}),
         }
+
+
+def is_host_by_host(hosts: Sequence[str]) -> bool:
+    """Whether all hosts have the same number of ranks, and the ranks of a host are neighbours.
+
+    Args:
+        hosts: the host name of every rank, by rank.
+    """
+    per_host, remainder = divmod(len(hosts), len(set(hosts)))
+    if remainder:
+        return False
+    return all(host == hosts[rank // per_host * per_host] for rank, host in enumerate(hosts))
+
+
+def check_job(topology: Topology, hosts: Sequence[str], remedy: str = REMEDY) -> Topology:
+    """The topology itself, if it describes the launched job.
+
+    Args:
+        hosts: the host name of every rank, by rank.
+        remedy: what to do if it does not, for the error.
+
+    Raises:
+        ValueError: if the job has other ranks or hosts, or is not numbered host by host.
+    """
+    wrong = f"topology {topology.name!r} contradicts the job"
+    if len(hosts) != topology.size:
+        raise ValueError(
+            f"{wrong}: it has {topology.hosts} hosts x {topology.ranks_per_host} ranks = "
+            f"{topology.size}, the job {len(hosts)} ranks. {remedy}"
+        )
+    if len(set(hosts)) != topology.hosts:
+        raise ValueError(
+            f"{wrong}: it has {topology.hosts} hosts, the job {len(set(hosts))}: "
+            f"{sorted(set(hosts))}. {remedy}"
+        )
+    for rank, host in enumerate(hosts):
+        first = topology.host(rank) * topology.ranks_per_host
+        if host != hosts[first]:
+            raise ValueError(
+                f"{wrong}: ranks {first} and {rank} should share host {topology.host(rank)}, but "
+                f"run on {hosts[first]!r} and {host!r}. {remedy}"
+            )
+    return topology
 
 
 _COUNTS = ("hosts", "ranks_per_host", "nics_per_host")
