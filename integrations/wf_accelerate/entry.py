@@ -107,7 +107,7 @@ def _connect(
     hooks_class = WholeBatchHooks if trl is None else LogProbabilityHooks
     add_hooks = partial(hooks_class, model, whole_logits=whole_logits)
     attach = partial(attach_model, model, sp)
-    handle, _ = attach_compared(model_options, model, sp, attach, add_hooks, whole_batches=True)
+    handle = attach_compared(model_options, model, sp, attach, add_hooks, whole_batches=True)
     handle.advice = (
         f"all {sp.size} ranks of a sequence read the same samples: have the Accelerator that was "
         f"connected prepare the loader, or shard the data by rank // {sp.size}"

@@ -26,10 +26,8 @@ class AveragedGradients:
     def __init__(self, model: nn.Module, accelerator: Accelerator, handle: Handle) -> None:
         self._model, self._wrapper = model, None
         self._accelerator = ref(accelerator)  # copies of the model copy neither
-        handle.hooks(
-            model.register_forward_pre_hook(self._before),
-            register_optimizer_step_pre_hook(self._refuse),
-        )
+        handle.before(model, self._before)
+        handle.undo.callback(register_optimizer_step_pre_hook(self._refuse).remove)
 
     @eager
     def _before(self, *_: Any) -> None:

@@ -98,5 +98,5 @@ def attach_whole(
         with handle.advising():
             handle.sp.check_same(positional | kwargs)
 
-    handle.hooks(model.register_forward_pre_hook(check_inputs, prepend=True, with_kwargs=True))
+    handle.before(model, check_inputs, first=True)
     return handle

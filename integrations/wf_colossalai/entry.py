@@ -13,7 +13,6 @@ from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDP
 from colossalai.shardformer.layer.parallel_module import ParallelModule
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.utils.hooks import RemovableHandle
 
 from wf_backends import SequenceParallelConfig, dsp
 from wf_backends._validation import nearest
@@ -89,17 +88,17 @@ def apply(
     else:
         attach_model = partial(attach_whole, model, sp, stages, model_options.verify)
     compares = stages is None  # with DSP the first forward compares
-    handle, _ = attach_compared(
+    handle = attach_compared(
         model_options, model, sp, attach_model, whole_batches=True, compares=compares
     )
-    handle.hooks(_refuse_split_models(model))
+    _refuse_split_models(model, handle)
     handle.data_parallel_rank, handle.data_parallel_size = data_parallel(sp, group)
     return handle
 
 
-def _refuse_split_models(model: nn.Module) -> RemovableHandle:
+def _refuse_split_models(model: nn.Module, handle: Handle) -> None:
     """In the model's first call, refuse weights that a plugin has split, since the ranks of a
-    sequence have other tokens, and forwards that it has replaced. Returns the hook."""
+    sequence have other tokens, and forwards that it has replaced."""
 
     def refuse(*_: Any) -> None:
         for name, module in model.named_modules():
@@ -120,8 +119,7 @@ def _refuse_split_models(model: nn.Module) -> RemovableHandle:
                 )
         hook.remove()
 
-    hook = model.register_forward_pre_hook(refuse, prepend=True)
-    return hook
+    hook = handle.before(model, refuse, first=True)
 
 
 class PluginHandle(Handle):

@@ -51,12 +51,11 @@ class Stage:
         inner = self._inner
         if not stages.is_first_stage(ignore_chunk=True):
             _replace_projection(inner, handle)
-        handle.hooks(
-            model.register_forward_pre_hook(self._take_states, prepend=True, with_kwargs=True),
-            inner.register_forward_pre_hook(self._before_inner, with_kwargs=True),
-            inner.register_forward_hook(self._after_inner, always_call=True),
-            *(layer.register_forward_pre_hook(self._before_layer) for layer in self._layers),
-        )
+        handle.before(model, self._take_states, first=True)
+        handle.before(inner, self._before_inner)
+        handle.after(inner, self._after_inner, always=True)
+        for layer in self._layers:
+            handle.before(layer, self._before_layer)
 
     def _take_states(self, _: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
         """Keep the previous stage's output, and remove the schedule's arguments from the call."""

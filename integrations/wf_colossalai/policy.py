@@ -136,7 +136,7 @@ class WallFacerPolicy(Policy):
         is_whole = stages is None and not config.enable_tensor_parallelism
         attach_model = partial(attach, self.model, self._sp, self.table, group, stages)
         attach_model = options.attaching(self.model, attach_model)
-        self.handle, _ = attach_by(options, self.model, self._sp, attach_model, compares=is_whole)
+        self.handle = attach_by(options, self.model, self._sp, attach_model, compares=is_whole)
         if self._config is None and self.of_plugin is not None:
             self.of_plugin[0].undo.push(self.handle.undo)
         return self.model

@@ -16,11 +16,6 @@ SHARED_MEMORY_OP = "deepspeed_shm_comm"
 STALE_SECONDS = 10.0  # ranks of one job start within that: a younger lock may be their own
 
 
-def extensions_root() -> Path:
-    """The folder of operators that torch compiled: TORCH_EXTENSIONS_DIR or its default."""
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-
-
 def stale_locks(root: Path) -> list[Path]:
     """Lock files of other jobs' compilations; one that was killed leaves its file for ever."""
     locks = list[Path]()
@@ -31,9 +26,11 @@ def stale_locks(root: Path) -> list[Path]:
     return locks
 
 
-def warn_of_stale_locks(root: Path) -> None:
-    """Warn of lock files for which a compilation waits, and say what to do."""
-    locks = stale_locks(root)
+def warn_of_stale_locks(root: Path | None = None) -> None:
+    """Warn of lock files for which a compilation waits, and say what to do. `root` is the folder of
+    operators that torch compiled; None: TORCH_EXTENSIONS_DIR or its default."""
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    locks = stale_locks(root or Path(folder))
     if locks:
         warnings.warn(
             f"another job compiles an operator, or was killed meanwhile and left "

@@ -20,6 +20,7 @@ from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
 from wf_backends import SequenceParallel
+from wf_backends.autochunk.tiling import tiled_modules
 from wf_backends.launch import leave_at_exit, refuse_other_value
 from wf_deepspeed import cpu
 from wf_deepspeed.config import (
@@ -99,12 +100,15 @@ def initialize_with(
     groups = Groups.build(block.sequence_parallel.sequence_parallel_size, timeout)
     sp = SequenceParallel(block.sequence_parallel, group=groups.sequence)
     model = call.arguments["model"]
-    handle, tiled_modules = _attach(model, sp, block, whole_batches)
+    handle = _attach(model, sp, block, whole_batches)
     call.arguments["mpu"] = NeutralMpu(groups)
     with handle.removed_on_error(), ExitStack() as stack:
         # DeepSpeed keeps the mpu for the process: every later engine would have ours
         stack.callback(setattr, groups_of_deepspeed, "mpu", groups_of_deepspeed.mpu)
-        _gather_once_per_call(tiled_modules, handle)
+        for module in tiled_modules(model):
+            # ZeRO 3 gathers all parameters of a tiled module once per call, not once per tile
+            set_z3_leaf_module(module, True)
+            handle.undo.callback(set_z3_leaf_module, module, False)
         engine, optimizer, loader, scheduler = original(*call.args, **call.kwargs)
     engine.wallfacer = WallFacer(
         handle, block, groups, engine.device, engine.gradient_accumulation_steps
@@ -124,10 +128,7 @@ def refuse_missing_block(has_block: bool) -> None:
         refuse_other_value(topic, has_block, range(dist.get_world_size()), dist.get_rank())
 
 
-def _attach(
-    model: nn.Module, sp: SequenceParallel, block: Block, whole_batches: bool
-) -> tuple[Handle, list[nn.Module]]:
-    """Attach the model; return its handle and its tiled modules."""
+def _attach(model: nn.Module, sp: SequenceParallel, block: Block, whole_batches: bool) -> Handle:
     if block.dsp is None:
         attach = partial(attach_model, model, sp)
     else:
@@ -153,13 +154,6 @@ def _gathered_parameters(module: nn.Module) -> AbstractContextManager[Any]:
     """
     own = [p for p in module.parameters(recurse=False) if not p.numel()]
     return deepspeed.zero.GatheredParameters(own)
-
-
-def _gather_once_per_call(tiled_modules: list[nn.Module], handle: Handle) -> None:
-    """Make ZeRO 3 gather all parameters of a tiled module once per call, not once per tile."""
-    for module in tiled_modules:
-        set_z3_leaf_module(module, True)
-        handle.undo.callback(set_z3_leaf_module, module, False)
 
 
 def find_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,7 +213,7 @@ def start(
     accelerator = get_accelerator()
     assert accelerator is not None, "DeepSpeed's accelerator is at least the CPU"
     if accelerator.device_name() == "cpu":
-        cpu.warn_of_stale_locks(cpu.extensions_root())
+        cpu.warn_of_stale_locks()
     names = ("distributed_port", "dist_init_required")
     options = {name: arguments[name] for name in names if name in arguments}
     if timeout is not None:

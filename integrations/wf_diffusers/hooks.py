@@ -55,17 +55,13 @@ class TransformerHooks:
             handle.replace(model, "forward", self._forward)
 
     def _register(self, model: nn.Module) -> None:
-        cuts = [cut for cut in self.family.cuts if cut.module]
-        modules = ((m, cut) for cut in cuts for m in find_modules(model, cut.module))
-        self.handle.hooks(
-            model.register_forward_pre_hook(self._before_model, with_kwargs=True),
-            *(self._register_cut(module, cut) for module, cut in modules),
-        )
+        self.handle.before(model, self._before_model)
+        for cut in self.family.cuts:
+            for module in find_modules(model, cut.module) if cut.module else ():
+                self.handle.before(module, self._cutting(module, cut))
         for module in (m for path in self.family.whole for m in find_modules(model, path)):
-            self.handle.hooks(
-                module.register_forward_pre_hook(self._before_whole),
-                module.register_forward_hook(self._after_whole),
-            )
+            self.handle.before(module, self._before_whole)
+            self.handle.after(module, self._after_whole)
         self.handle.undo.callback(self._hook_gathered, [])
         self._hook_gathered(self._find_gathered(model))
 
@@ -120,8 +116,8 @@ class TransformerHooks:
             outputs.append(original(**sample))
         return join(outputs)
 
-    def _register_cut(self, module: nn.Module, cut: Cut) -> Any:
-        """Register a hook that cuts arguments of `module`; return the hook's torch handle."""
+    def _cutting(self, module: nn.Module, cut: Cut) -> Callable[..., Any]:
+        """A hook that cuts arguments of `module`."""
         names = parameter_names(module)
 
         @eager
@@ -129,7 +125,7 @@ class TransformerHooks:
             arguments = by_name(names, args, kwargs)
             return ((), arguments) if self._cut(cut, arguments) else None
 
-        return module.register_forward_pre_hook(hook, with_kwargs=True)
+        return hook
 
     def _cut(self, cut: Cut, arguments: Arguments) -> bool:
         """Cut arguments of a call; False if there is nothing to cut."""
@@ -180,9 +176,9 @@ class TransformerHooks:
         return gather_rows(self.sp, self._layout, 1, rows, partial(sum_on_all_ranks, self.sp.comm))
 
     @eager
-    def _before_whole(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+    def _before_whole(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
         rows, *rest = args
-        return (self._gather_inside(module, args, rows), *rest)
+        return (self._gather_inside(module, args, rows), *rest), kwargs
 
     @eager
     def _after_whole(self, _: nn.Module, __: Any, whole: Tensor) -> Tensor:

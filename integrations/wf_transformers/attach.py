@@ -145,10 +145,8 @@ def _seed_by_rank(model: nn.Module, handle: Handle) -> None:
             restore()
 
     for called in (model, *inner_models(model)):
-        handle.hooks(
-            called.register_forward_pre_hook(enter, with_kwargs=True),
-            called.register_forward_hook(leave, always_call=True),
-        )
+        handle.before(called, enter)
+        handle.after(called, leave, always=True)
 
 
 def send_latents(model: nn.Module, handle: Handle) -> None:
@@ -220,7 +218,7 @@ def _check_inner_models(model: PreTrainedModel, handle: Handle) -> None:
         refuse_tokens(inner, arguments, names)
 
     for inner in inner_models(model):
-        handle.hooks(inner.register_forward_pre_hook(check, with_kwargs=True))
+        handle.before(inner, check)
 
 
 def without_documents(_: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:
@@ -264,11 +262,9 @@ def scope_documents(
         attention.documents.pop()
 
     if problem is not None and handle.sp.size > 1:
-        handle.hooks(model.register_forward_hook(check_was_called))
-    handle.hooks(
-        model.register_forward_pre_hook(enter, with_kwargs=True),
-        model.register_forward_hook(leave, always_call=True),
-    )
+        handle.after(model, check_was_called)
+    handle.before(model, enter)
+    handle.after(model, leave, always=True)
 
 
 def no_registry_error(model: nn.Module) -> str:

@@ -12,11 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 from wf_backends import SequenceParallel
 from wf_backends._validation import of_type
 from wf_backends.dsp import RECEIVER, receivers
-from wf_transformers.attach import (
-    attach_pretrained,
-    prepare,
-    refuse_local_attention,
-)
+from wf_transformers.attach import attach_pretrained, prepare, refuse_local_attention
 from wf_transformers.attention.function import Attention
 from wf_transformers.attention.registry import registered_for
 from wf_transformers.comparison.verify import VERIFY, Mode
@@ -62,7 +58,7 @@ def attach(
     if activation_checkpointing is not None:
         block[CHECKPOINTING] = activation_checkpointing
     _, options = ModelOptions.split(block)
-    return attach_compared(options, model, sp, partial(attach_model, model, sp))[0]
+    return attach_compared(options, model, sp, partial(attach_model, model, sp))
 
 
 def attach_model(model: nn.Module, sp: SequenceParallel) -> Handle:

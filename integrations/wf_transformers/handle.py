@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torch.utils.hooks import RemovableHandle
@@ -192,10 +192,21 @@ class Handle:
         """`temporarily_replace`, until `remove()`."""
         self.undo.enter_context(temporarily_replace(owner, name, function))
 
-    def hooks(self, *registered: RemovableHandle) -> None:
-        """Register hooks of torch for removal by `remove()`."""
-        for hook in registered:
-            self.undo.callback(hook.remove)
+    def before(self, module: nn.Module, hook: Any, first: bool = False) -> RemovableHandle:
+        """Call hook(module, args, kwargs) before each forward of a module, until `remove()`.
+
+        Args:
+            hook: returns None, or the (args, kwargs) that the forward gets.
+            first: whether it runs before the hooks that the module has.
+        """
+        registered = module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
+        self.undo.callback(registered.remove)
+        return registered
+
+    def after(self, module: nn.Module, hook: Any, always: bool = False) -> None:
+        """Call hook(module, args, output) after each forward of a module, until `remove()`; with
+        `always` also after one that raised. It returns None, or what replaces the output."""
+        self.undo.callback(module.register_forward_hook(hook, always_call=always).remove)
 
     def share_operations(self, counter: Any) -> None:
         """Count a rank's part of a whole batch's operations: the Trainer sums them over all ranks.

@@ -88,8 +88,8 @@ def attach_by(
     attach: Callable[[], Handle],
     labelled: bool = False,
     compares: bool = True,
-) -> tuple[Handle, list[nn.Module]]:
-    """Attach a model and apply its options.
+) -> Handle:
+    """Attach a model and apply its options; the handle undoes all of it.
 
     Args:
         model: not yet attached.
@@ -97,9 +97,6 @@ def attach_by(
         labelled: as in `plan_tiles`.
         compares: whether to compare the model with itself on one rank on its first training batch,
             if `options.verify` is not False.
-
-    Returns:
-        The handle, which undoes all of it, and the modules that are tiled.
     """
     plan = plan_tiles(model, options.autochunk, sp.size, labelled, options.checkpointing)
     first_step = FirstStep(model, options.verify if compares else False)
@@ -107,12 +104,12 @@ def attach_by(
         handle = attach()
         with handle.removed_on_error():
             checkpoint_activations(model, handle, options.checkpointing)
-            tiled_modules = apply_tiles(model, handle, plan)
+            apply_tiles(model, handle, plan)
             if first_step.due and sp.size > 1:
                 InnerCalls(model, handle, first_step)
     handle.first = first_step
     _compare_first_call(model, handle)
-    return handle, tiled_modules
+    return handle
 
 
 def attach_compared(
@@ -125,7 +122,7 @@ def attach_compared(
     gather: Gather | None = None,
     compares: bool = True,
     labelled: bool = False,
-) -> tuple[Handle, list[nn.Module]]:
+) -> Handle:
     """Compare a model with itself on one rank on a random batch, then `attach_by`: for all entries.
 
     Args:
@@ -157,4 +154,4 @@ def _compare_first_call(model: nn.Module, handle: Handle) -> None:
         if is_whole and model.training and torch.is_grad_enabled():
             handle.compare_first(arguments)
 
-    handle.hooks(model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True))
+    handle.before(model, compare, first=True)

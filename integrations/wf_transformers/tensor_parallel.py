@@ -29,8 +29,7 @@ def check_tensor_parallel(model: nn.Module, handle: Handle) -> None:
         refuse_shared_ranks(called, handle.sp)
         hook.remove()
 
-    hook = model.register_forward_pre_hook(check)
-    handle.hooks(hook)
+    hook = handle.before(model, check)
 
 
 def refuse_shared_ranks(model: nn.Module, sp: SequenceParallel) -> None:

@@ -68,7 +68,7 @@ def train_on_two_ranks(original: nn.Module, labelled: dict[str, Any]) -> None:
             return handle
 
         wf_transformers.verify(model, sp, attach, "strict", whole_batches=True)
-        handle, _ = attach_by(STRICT, model, sp, attach)
+        handle = attach_by(STRICT, model, sp, attach)
         model(**labelled).loss.backward()
         handle.remove()
 
@@ -175,7 +175,7 @@ def call_inner_model(
 
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm), copy.deepcopy(original)
-        handle, _ = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
+        handle = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
         if whole_batches:
             WholeBatchHooks(model, handle)
             arguments = labelled
@@ -244,7 +244,7 @@ def test_a_model_whose_arguments_cannot_be_drawn_is_compared_on_its_first_batch(
 
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm), copy.deepcopy(original)
-        handle, _ = attach_by(STRICT, model, sp, lambda: attach_pretrained(model, sp))
+        handle = attach_by(STRICT, model, sp, lambda: attach_pretrained(model, sp))
         handle.shard_batch(first_batch)
 
     with outcome:
@@ -264,7 +264,7 @@ def test_a_model_that_draws_from_numpy_is_compared_with_equal_draws(
         sp, model = sequence_parallel(comm), build("llama", "sdpa", {}).float()
         embedding = model.get_input_embeddings()
         embedding.register_forward_hook(lambda _, __, rows: rows * np.random.rand())
-        handle, _ = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
+        handle = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
         handle.shard_batch(batch(2, 24))
         return np.random.rand()
 
@@ -277,7 +277,7 @@ def test_a_batch_of_one_or_two_tokens_is_trained_and_a_later_one_is_compared(
 ) -> None:
     def rank(comm: Any) -> list[bool]:
         sp, model = sequence_parallel(comm), build("llama", "sdpa", {}).float()
-        handle, _ = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
+        handle = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
         awaits = []
         for seqlen in seqlens:
             handle.shard_batch(batch(2, seqlen))
@@ -290,7 +290,7 @@ def test_a_batch_of_one_or_two_tokens_is_trained_and_a_later_one_is_compared(
 def test_parts_of_a_single_row_are_compared() -> None:
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm, "contiguous"), build("llama", "sdpa", {}).float()
-        handle, _ = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
+        handle = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
         handle.shard_batch(batch(2, 4))
 
     run_threads(4, rank)
@@ -319,7 +319,7 @@ def test_a_preference_is_compared_on_its_answers() -> None:
 
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm), build("llama", "sdpa", {}).float()
-        handle, _ = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
+        handle = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
         WholeBatchHooks(model, handle)
 
         def loss(part: Any, alone: bool) -> dict[str, Tensor]:
@@ -350,7 +350,7 @@ def test_a_batch_with_names_of_its_own_is_compared_by_its_loss(
 
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm), build("llama", "sdpa", {}).float()
-        handle, _ = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
+        handle = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
         WholeBatchHooks(model, handle)
 
         def loss(part: Any, alone: bool) -> dict[str, Tensor]:
@@ -378,7 +378,7 @@ def test_packed_documents_with_masked_prompts_are_compared_from_the_start_of_one
 
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm), build("llama", "sdpa", {}).float()
-        handle, _ = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
+        handle = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
         WholeBatchHooks(model, handle)
         model(**packed)
 

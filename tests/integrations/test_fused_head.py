@@ -209,7 +209,7 @@ def test_a_fused_head_in_a_wrapper_passes_the_comparison_on_the_first_batch() ->
 
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm), Adapted(with_fused_head(build("llama", "sdpa", {})))
-        handle, _ = attach_by(
+        handle = attach_by(
             ModelOptions(verify="strict"), model, sp, lambda: attach_model(model, sp)
         )
         WholeBatchHooks(model, handle)

@@ -198,7 +198,7 @@ def test_images_of_a_rank_are_not_compared_as_if_they_were_rows_of_its_tokens(
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm, layout), build(family)
         attach = partial(wf_transformers.attach_model, model, sp)
-        handle, _ = wf_transformers.attach_by(ModelOptions(verify="strict"), model, sp, attach)
+        handle = wf_transformers.attach_by(ModelOptions(verify="strict"), model, sp, attach)
         WholeBatchHooks(model, handle)
         model(**inputs)
 
@@ -226,7 +226,7 @@ def test_the_first_batch_of_sounds_is_verified() -> None:
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm), build("qwen2_audio")
         attach = partial(wf_transformers.attach_model, model, sp)
-        handle, _ = wf_transformers.attach_by(ModelOptions(verify="strict"), model, sp, attach)
+        handle = wf_transformers.attach_by(ModelOptions(verify="strict"), model, sp, attach)
         WholeBatchHooks(model, handle)
         model(**inputs)
 
@@ -241,7 +241,7 @@ def test_features_in_the_output_are_not_compared_as_if_they_were_rows_of_tokens(
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm, "contiguous"), build("llava")
         attach = partial(wf_transformers.attach_model, model, sp)
-        handle, _ = wf_transformers.attach_by(ModelOptions(verify="strict"), model, sp, attach)
+        handle = wf_transformers.attach_by(ModelOptions(verify="strict"), model, sp, attach)
         WholeBatchHooks(model, handle)
         model(**inputs)
 

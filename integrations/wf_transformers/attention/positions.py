@@ -30,7 +30,7 @@ def correct_positions(model: nn.Module, handle: Handle) -> None:
             hook = partial(_scale_seq_len, handle)
         else:
             continue
-        handle.hooks(module.register_forward_pre_hook(hook, with_kwargs=True))
+        handle.before(module, hook)
     if handle.sp.size > 1:
         _agree_on_longest(model, handle)
         scale_by_position(model, handle)
@@ -44,11 +44,8 @@ def _agree_on_longest(model: nn.Module, handle: Handle) -> None:
     for module in varying if rotary else ():
         handle.set(module, AGREED, True)
     for module in rotary:
-        append = partial(_append_longest, handle.sp)
-        handle.hooks(
-            module.register_forward_pre_hook(append, with_kwargs=True),
-            module.register_forward_hook(_drop_longest),
-        )
+        handle.before(module, partial(_append_longest, handle.sp))
+        handle.after(module, _drop_longest)
 
 
 def _updates_frequencies(module: nn.Module) -> bool:

@@ -136,7 +136,7 @@ class InnerCalls:
         models = [language_model(x) for x in outermost(model) if not stacks_of(x)]
         self._due = {inner for pretrained in models for inner in inner_models(pretrained)}
         for inner in self._due:
-            handle.hooks(inner.register_forward_pre_hook(self._before, with_kwargs=True))
+            handle.before(inner, self._before)
 
     @eager
     def _before(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

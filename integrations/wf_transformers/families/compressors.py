@@ -44,8 +44,7 @@ def compress_over_ranks(model: nn.Module, handle: Handle) -> None:
             handle.set(compressor, "forward", partial(_compress, attention, compressor))
             if indexer is not None:
                 handle.set(indexer, "forward", partial(_choose, attention, indexer))
-            change = partial(_change_arguments, attention)
-            handle.hooks(layer.register_forward_pre_hook(change, with_kwargs=True))
+            handle.before(layer, partial(_change_arguments, attention))
 
 
 def _change_arguments(

@@ -23,15 +23,13 @@ from wf_transformers.models import file_of, outermost
 
 ROUTER_MASK = "router_mask"
 """Keyword argument from `forward_kwargs`: (b, s), 1 where a token of this rank counts."""
-LOSS_FUNCTION = "load_balancing_loss_func"
 
 
 def has_router_loss(model: nn.Module) -> bool:
     """Whether the model can add that loss to its own, with the function of its file."""
     attributes = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
-    return hasattr(file_of(model), LOSS_FUNCTION) and all(
-        hasattr(model, name) for name in attributes
-    )
+    has_function = hasattr(file_of(model), "load_balancing_loss_func")
+    return has_function and all(hasattr(model, name) for name in attributes)
 
 
 def wants_router_loss(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
@@ -84,13 +82,11 @@ class RouterLoss:
         self._routers: Any = None  # their logits in the running call
         self._labelled = False
         inner: nn.Module = model.base_model
-        handle.hooks(
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            inner.register_forward_pre_hook(self._before_inner, with_kwargs=True),
-            inner.register_forward_hook(self._after_inner),
-            model.register_forward_hook(self._after),
-            model.register_forward_hook(self._leave, always_call=True),
-        )
+        handle.before(model, self._before)
+        handle.before(inner, self._before_inner)
+        handle.after(inner, self._after_inner)
+        handle.after(model, self._after)
+        handle.after(model, self._leave, always=True)
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         arguments = by_name(self._names, args, kwargs)

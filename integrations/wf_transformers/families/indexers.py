@@ -165,13 +165,11 @@ def choose_over_ranks(model: nn.Module, handle: Handle) -> None:
                     f"{type(indexer).__name__} takes no `cache`, which gives it the keys of all "
                     f"ranks: needs transformers 5.24 or newer, got {transformers.__version__}"
                 )
-            forward = partial(_choose, handle.attention, choice, indexer)
-            handle.set(indexer, "forward", forward)
+            handle.set(indexer, "forward", partial(_choose, handle.attention, choice, indexer))
         # A layer without an indexer may see what an earlier one has chosen.
         chooses = indexer is not None or getattr(layer, "skip_topk", False)
         if choice is not None and chooses and hasattr(layer, "expand_kv"):
-            change = partial(_change_arguments, handle.attention)
-            handle.hooks(layer.register_forward_pre_hook(change, with_kwargs=True))
+            handle.before(layer, partial(_change_arguments, handle.attention))
             handle.set(layer, "expand_kv", partial(_keep_latents, layer))
             if hasattr(layer, MAKES_MASK):
                 handle.set(layer, MAKES_MASK, _keep_choice)
@@ -205,11 +203,7 @@ def _keep_choice(topk_indices: Tensor, **_: Any) -> Tensor:
 @eager
 @torch.no_grad()
 def _choose(
-    attention: Attention,
-    choice: Choice,
-    indexer: Any,
-    *args: Any,
-    **kwargs: Any,
+    attention: Attention, choice: Choice, indexer: Any, *args: Any, **kwargs: Any
 ) -> Tensor:
     """In place of an indexer's forward, with its arguments: (b, s, g, t) int32, the positions of
     the keys that this rank's rows see; -1 = none."""

@@ -33,20 +33,18 @@ def hook_media(model: nn.Module, handle: Handle) -> None:
     if row is None:
         return
     selection, inner = _FeatureSelection(model, row, handle.attention), merging_model(model)
-    handle.hooks(
-        model.register_forward_pre_hook(selection.enter, prepend=True, with_kwargs=True),
-        language_model(model).register_forward_pre_hook(selection.pass_on, with_kwargs=True),
-    )
+    handle.before(model, selection.enter, first=True)
+    handle.before(language_model(model), selection.pass_on)
     methods = [x.features for x in row.modalities if hasattr(inner, x.features)]
     if MERGE_SOUNDS in methods:
-        handle.hooks(inner.register_forward_pre_hook(selection.hide_sounds, with_kwargs=True))
+        handle.before(inner, selection.hide_sounds)
         handle.set(inner, MERGE_SOUNDS, selection.merge_sounds)
         return
     for method in methods:
         handle.set(inner, method, partial(selection.encode, getattr(inner, method)))
     if not methods:
         owner = model if hasattr(model, row.modules[-1]) else inner
-        handle.hooks(owner.get_submodule(row.modules[-1]).register_forward_hook(selection.leave))
+        handle.after(owner.get_submodule(row.modules[-1]), selection.leave)
     if hasattr(inner, "inputs_merger"):  # Idefics 3 and SmolVLM of transformers 4
         handle.set(inner, "inputs_merger", partial(_merge, token_of(model, row.modalities[0])))
 

@@ -103,11 +103,9 @@ def cut_inside(model: PreTrainedModel, handle: Handle) -> None:
     _keep_own_masks(model, handle)
     for stack in stacks_of(model):
         sharding, layers, ends = _StackSharding(handle, stack), _layers_of(stack), _ends_of(stack)
-        handle.hooks(
-            stack.register_forward_pre_hook(sharding.before, with_kwargs=True),
-            ends[0].register_forward_pre_hook(sharding.enter, with_kwargs=True),
-            ends[1].register_forward_hook(sharding.leave),
-        )
+        handle.before(stack, sharding.before)
+        handle.before(ends[0], sharding.enter)
+        handle.after(ends[1], sharding.leave)
         for name, module in stack.named_modules():
             if name.lower().endswith(ATTENTION):
                 handle.set(module, IN_STACK, "cross" if name.endswith(CROSS) else "self")
@@ -115,10 +113,10 @@ def cut_inside(model: PreTrainedModel, handle: Handle) -> None:
                 if config is not None and handle.name:
                     handle.set(config, "_attn_implementation", handle.name)
         if (row := row_of(BY_ROW, stack)) is not None:
-            take = partial(sharding.take_rows, *row)
-            handle.hooks(*(x.register_forward_pre_hook(take, with_kwargs=True) for x in layers))
+            for layer in layers:
+                handle.before(layer, partial(sharding.take_rows, *row))
         if (between := getattr(stack, BETWEEN_LAYERS, None)) is not None:
-            handle.hooks(between.register_forward_hook(sharding.between_layers))
+            handle.after(between, sharding.between_layers)
 
 
 def _keep_own_masks(model: nn.Module, handle: Handle) -> None:
@@ -238,10 +236,11 @@ def shard_between(handle: Handle, first: nn.Module, last: nn.Module) -> None:
         handle.attention.documents.used = True  # recomputed layers must know the sequence length
         return sharding.shard(whole)
 
-    def unshard(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return sharding.unshard(args[0]), *args[1:]
+    def unshard(_: nn.Module, args: tuple[Tensor, ...], kwargs: Kwargs) -> Any:
+        return (sharding.unshard(args[0]), *args[1:]), kwargs
 
-    handle.hooks(first.register_forward_hook(shard), last.register_forward_pre_hook(unshard))
+    handle.after(first, shard)
+    handle.before(last, unshard)
 
 
 def whole_rows(

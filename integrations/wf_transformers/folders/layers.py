@@ -145,10 +145,9 @@ class _Step(SequenceParallel):
             for index, layer in enumerate(layers):
                 for module in (layer, *filter(_has_weights, layer.children())):
                     leave = partial(self._leave, index, module is layer)
-                    handle.hooks(
-                        module.register_forward_pre_hook(self._enter),
-                        module.register_forward_hook(leave, with_kwargs=True),
-                    )
+                    handle.before(module, self._enter)
+                    hook = module.register_forward_hook(leave, with_kwargs=True)
+                    handle.undo.callback(hook.remove)
             with fake_run(model, mode, [ids]) as self.tracker:
                 loss = model.base_model(input_ids=ids, use_cache=False)[0].sum()
                 self.inputs = [(nbytes, storage() is not None) for nbytes, storage in self._alive]

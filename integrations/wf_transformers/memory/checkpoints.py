@@ -69,7 +69,7 @@ def checkpoint_activations(
                 handle.set(module, CHECKPOINT_FUNCTION, None)
         pretrained.gradient_checkpointing_enable(handle.checkpoint_kwargs)
         if checkpointing.offload:
-            handle.hooks(pretrained.register_forward_pre_hook(_offload_inputs))
+            handle.before(pretrained, _offload_inputs)
 
 
 def recompute_checkpoints_with_documents(model: nn.Module, handle: Handle) -> None:
@@ -88,7 +88,7 @@ def recompute_checkpoints_with_documents(model: nn.Module, handle: Handle) -> No
             handle.set(module, name, partial(function, **handle.checkpoint_kwargs))
 
 
-def _offload_inputs(model: nn.Module, _: Any) -> None:
+def _offload_inputs(model: nn.Module, *_: Any) -> None:
     """Wrap the checkpoint functions before every forward: a Trainer may have set new ones."""
     for module in model.modules():
         function: Any = getattr(module, CHECKPOINT_FUNCTION, None)

@@ -111,16 +111,13 @@ def _refuse_plan(model: nn.Module) -> None:
         )
 
 
-def apply_tiles(model: nn.Module, handle: Handle, plan: TrainingPlan | None) -> list[nn.Module]:
-    """Tile the modules of `plan` until `handle.remove()`; return those tiled on all ranks."""
-    if plan is None:
-        return []
-    LOG.info(plan.explain())
-    model = without_peft(model)
-    tiled = apply_training(model, plan)
-    handle.undo.callback(tiled.remove)
-    recompute_with_documents(model, handle)
-    return [model.get_submodule(tile.module) for tile in tiled.tiles]
+def apply_tiles(model: nn.Module, handle: Handle, plan: TrainingPlan | None) -> None:
+    """Tile the modules of `plan` until `handle.remove()`."""
+    if plan is not None:
+        LOG.info(plan.explain())
+        model = without_peft(model)
+        handle.undo.callback(apply_training(model, plan).remove)
+        recompute_with_documents(model, handle)
 
 
 def recompute_with_documents(model: nn.Module, handle: Handle) -> None:

@@ -78,12 +78,10 @@ class HeadHooks:
         self._mask_kwargs: Kwargs = {}  # of the running call
         handle.whole_batches = True
         with recorded_changes(handle):
-            handle.hooks(
-                model.register_forward_pre_hook(self._check, prepend=True, with_kwargs=True),
-                self._inner.register_forward_pre_hook(self._cut, with_kwargs=True),
-                _gathered_module(model, self._inner).register_forward_hook(self._gather),
-                self._inner.register_forward_hook(self._leave, always_call=True),
-            )
+            handle.before(model, self._check, first=True)
+            handle.before(self._inner, self._cut)
+            handle.after(_gathered_module(model, self._inner), self._gather)
+            handle.after(self._inner, self._leave, always=True)
         handle.attention.cut_by_heads.add(model)
         handle.undo.callback(handle.attention.cut_by_heads.discard, model)
 

@@ -110,14 +110,13 @@ class WholeBatchHooks:
             for inner in outermost(model):
                 HeadHooks(inner, self.handle)
             return
-        inside = inner_models(model)
-        self.handle.hooks(
-            model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
-            model.register_forward_hook(self._after),
-            model.register_forward_hook(self._leave, always_call=True),
-            *(x.register_forward_hook(self._gather_logits) for x in output_embeddings(model)),
-            *(x.register_forward_pre_hook(self._refuse_inner_call, prepend=True) for x in inside),
-        )
+        self.handle.before(model, self._before, first=True)
+        self.handle.after(model, self._after)
+        self.handle.after(model, self._leave, always=True)
+        for embeddings in output_embeddings(model):
+            self.handle.after(embeddings, self._gather_logits)
+        for inner in inner_models(model):
+            self.handle.before(inner, self._refuse_inner_call, first=True)
 
     @eager
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
@@ -184,7 +183,7 @@ class WholeBatchHooks:
         self._call, self.handle.attention.logits_are_whole = None, False
         self._noise.close()
 
-    def _refuse_inner_call(self, inner: nn.Module, _: Any) -> None:
+    def _refuse_inner_call(self, inner: nn.Module, *_: Any) -> None:
         """Refuse a direct call of an inner model, whose tokens are not cut."""
         if self._call is None:
             raise NotImplementedError(
@@ -230,7 +229,11 @@ class WholeBatchHooks:
         call = self._call
         assert call is not None, "the hook before the model did not run"
         if call.loss == "custom":
-            return self._checked_output(model, output)
+            if not self._head_called:
+                raise NotImplementedError(NO_HEAD.format(type(model).__name__))
+            if isinstance(output, Mapping) and output.get("hidden_states") is not None:
+                raise NotImplementedError(PARTIAL_STATES)
+            return output
         if call.loss == "by_token":
             gather, aux_loss = partial(self._whole, call=call), router_loss(model, output)
             return type(output)(**fused_fields(output, call.num_items, gather, aux_loss))
@@ -246,14 +249,6 @@ class WholeBatchHooks:
         elif call.logits == "hidden":
             fields["logits"] = LocalLogits()
         return type(output)(**fields)
-
-    def _checked_output(self, model: nn.Module, output: Any) -> Any:
-        """The output of a model with a custom loss, if its logits were gathered."""
-        if not self._head_called:
-            raise NotImplementedError(NO_HEAD.format(type(model).__name__))
-        if isinstance(output, Mapping) and output.get("hidden_states") is not None:
-            raise NotImplementedError(PARTIAL_STATES)
-        return output
 
     def _whole(self, x: Tensor, call: BatchCall) -> Tensor:
         """(b, s, ...) -> (b, S, ...): the rows of all ranks."""

@@ -6,7 +6,7 @@ predicts memory, and refuses what computes with the number of rows; `tiles` appl
 """
 
 from wf_backends.autochunk.tiling.tiled_call import TiledCall
-from wf_backends.autochunk.tiling.tiles import Tiles, modules_in_tiles, tile_modules
+from wf_backends.autochunk.tiling.tiles import Tiles, modules_in_tiles, tile_modules, tiled_modules
 from wf_backends.autochunk.tiling.training import (
     TrainingPlan,
     apply_training,
@@ -23,4 +23,5 @@ __all__ = [
     "plan_training",
     "tile_modules",
     "tile_training",
+    "tiled_modules",
 ]

@@ -98,7 +98,12 @@ def agreed(tiles: Sequence[Tiles], group: ProcessGroup | None = None) -> tuple[T
     return tuple(largest.values())
 
 
+def tiled_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that are called tile by tile."""
+    return [m for m in model.modules() if isinstance(vars(m).get("forward"), TiledCall | HeadLoss)]
+
+
 def modules_in_tiles(model: nn.Module) -> set[nn.Module]:
     """The modules inside tiled ones: they run once for each tile, on its rows."""
-    tiled = [m for m in model.modules() if isinstance(vars(m).get("forward"), TiledCall | HeadLoss)]
+    tiled = tiled_modules(model)
     return {part for module in tiled for part in module.modules() if part is not module}
