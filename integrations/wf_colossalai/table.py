@@ -15,8 +15,6 @@ from torch import nn
 
 from wf_transformers.whole_batches.heads import head_is_over_all_rows
 
-LANGUAGE_HEADS = ("ForCausalLM", "LMHeadModel")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionModule:
@@ -33,18 +31,13 @@ class AttentionModule:
     """What is split: the input ids of the model, or the output of a ViT's embeddings."""
 
 
-LANGUAGE_MODEL = AttentionModule(heads=LANGUAGE_HEADS)
-
 TABLE: Mapping[str, AttentionModule] = MappingProxyType(
     {
-        "LlamaAttention": LANGUAGE_MODEL,
-        "MistralAttention": LANGUAGE_MODEL,
-        "Qwen2Attention": LANGUAGE_MODEL,
-        "Qwen3Attention": LANGUAGE_MODEL,
-        "CohereAttention": LANGUAGE_MODEL,
-        "GPT2Attention": LANGUAGE_MODEL,
-        "GPTJAttention": LANGUAGE_MODEL,
-        "OPTAttention": LANGUAGE_MODEL,
+        **dict.fromkeys(
+            "LlamaAttention MistralAttention Qwen2Attention Qwen3Attention CohereAttention "
+            "GPT2Attention GPTJAttention OPTAttention".split(),
+            AttentionModule(heads=("ForCausalLM", "LMHeadModel")),
+        ),
         "BertSelfAttention": AttentionModule(causal=False, heads=("ForMaskedLM",)),
         "ViTSelfAttention": AttentionModule(causal=False, cut="patches"),
     }

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import repr as short
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import hjson
@@ -28,14 +29,19 @@ ENGINE_KEYS = ("enabled", "loss_average")  # of the block, for this engine
 MAX_VALUE_LENGTH = 200  # characters of a value in an error
 LossAverage = Literal["sequence", "token"]
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-UNSUPPORTED = (
-    "expert_parallel.enabled",
-    "hybrid_engine.enabled",
-    "data_efficiency.data_sampling.enabled",
-    "data_efficiency.data_sampling.curriculum_learning.enabled",  # it acts without the one before
-    "data_efficiency.data_routing.random_ltd.enabled",  # drops tokens of a rank's part
+UNSUPPORTED: Mapping[str, bool | int] = MappingProxyType(
+    {
+        "tensor_parallel.autotp_size": 1,
+        "expert_parallel.enabled": False,
+        "hybrid_engine.enabled": False,
+        "data_efficiency.data_sampling.enabled": False,
+        # it acts without the one before
+        "data_efficiency.data_sampling.curriculum_learning.enabled": False,
+        # drops tokens of a rank's part
+        "data_efficiency.data_routing.random_ltd.enabled": False,
+    }
 )
-"""Switches of DeepSpeed that are refused together with the block."""
+"""Keys of DeepSpeed -> the largest value that they may have beside the block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +90,7 @@ def _parse(data: bytes, what: str) -> dict[str, Any]:
         parsed = hjson.loads(data.decode(), object_pairs_hook=without_duplicates)
     except UnicodeDecodeError as error:
         raise ValueError(f"{what} must be UTF-8: {error}") from None
-    except RecursionError:
-        raise ValueError(f"{what} is nested too deep") from None
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ValueError(f"{what} is no JSON that DeepSpeed takes: {error}") from None
     if not isinstance(parsed, dict):
         raise ValueError(f"{what} must hold an object {{...}}, got {short(parsed)}")
@@ -170,24 +174,15 @@ def refuse_conflicts(config: Mapping[str, Any], block: Block) -> None:
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    unsupported = [key for key in UNSUPPORTED if _switch(config, key)]
-    size = _nested(config, "tensor_parallel.autotp_size", 0)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-        raise ValueError(f'"tensor_parallel.autotp_size" must be a number, got {_as_json(size)}')
-    if size > 1:
-        unsupported = ["tensor_parallel.autotp_size", *unsupported]
-    if unsupported:
-        raise NotImplementedError(
-            f'"{unsupported[0]}" together with "{KEY}" is not supported; remove one'
-        )
-
-
-def _switch(config: Mapping[str, Any], path: str) -> bool:
-    """The boolean at "a.b"; False if it is missing."""
-    value = _nested(config, path, False)
-    if not isinstance(value, bool):
-        raise ValueError(f'"{path}" must be true or false, got {_as_json(value)}')
-    return value
+    for path, largest in UNSUPPORTED.items():
+        value = _nested(config, path, largest)
+        if type(value) is not type(largest) or value < 0:
+            kind = "true or false" if isinstance(largest, bool) else "a number"
+            raise ValueError(f'"{path}" must be {kind}, got {_as_json(value)}')
+        if value > largest:
+            raise NotImplementedError(
+                f'"{path}" together with "{KEY}" is not supported; remove one'
+            )
 
 
 def _nested(config: Mapping[str, Any], path: str, default: Any) -> Any:

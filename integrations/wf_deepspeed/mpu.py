@@ -9,7 +9,7 @@ for batch sizes and data, and sequence-parallel size 1. The loss is scaled to ma
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -35,22 +35,11 @@ class Groups:
         world = dist.group.WORLD
         if world is None:
             raise RuntimeError("torch.distributed is not initialised; call deepspeed.initialize")
-        group_timeout = as_timeout(timeout, world)
-        alone = _consecutive_ranks(1, group_timeout)
-        if sequence_parallel_size == 1:
-            return cls(world, alone, alone)
-        return cls(world, _consecutive_ranks(sequence_parallel_size, group_timeout), alone)
-
-
-def _consecutive_ranks(size: int, timeout: timedelta | None) -> ProcessGroup:
-    """A new group of this rank and its neighbours, `size` consecutive ranks of the world.
-
-    Even for all ranks it is not the world itself: NCCL has one queue per group, and ZeRO's
-    collectives in the world would delay the messages of attention.
-    """
-    group, _ = dist.new_subgroups(size, timeout=timeout)
-    assert isinstance(group, ProcessGroup), "every rank of the world is in one group"
-    return group
+        # Even for all ranks it is not the world itself: NCCL has one queue per group, and ZeRO's
+        # collectives in the world would delay the messages of attention.
+        sizes, group_timeout = sorted({1, sequence_parallel_size}), as_timeout(timeout, world)
+        groups: Any = {size: dist.new_subgroups(size, timeout=group_timeout)[0] for size in sizes}
+        return cls(world, groups[sequence_parallel_size], groups[1])
 
 
 class NeutralMpu:
@@ -69,14 +58,6 @@ class NeutralMpu:
     def get_sequence_parallel_group(self) -> ProcessGroup:
         """The ranks that share one sequence."""
         return self.groups.sequence
-
-    def get_sequence_parallel_rank(self) -> int:
-        """This rank inside its sequence-parallel group."""
-        return dist.get_rank(self.groups.sequence)
-
-    def get_sequence_parallel_world_size(self) -> int:
-        """1, so that no ZeRO stage rescales gradients (see the module's docstring)."""
-        return 1
 
     def get_sequence_data_parallel_group(self) -> ProcessGroup:
         """The world: gradients are averaged and states partitioned over all ranks."""
@@ -102,17 +83,15 @@ class NeutralMpu:
         """This rank alone: no parameter is split over ranks."""
         return self.groups.alone
 
-    def get_model_parallel_world_size(self) -> int:
-        """1."""
-        return 1
-
     def get_model_parallel_rank(self) -> int:
-        """0."""
         return 0
 
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
     get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_pipeline_model_parallel_rank = get_model_parallel_rank
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_pipeline_model_parallel_group = get_model_parallel_group
     get_pipeline_model_parallel_world_size = get_model_parallel_world_size
-    get_pipeline_model_parallel_rank = get_model_parallel_rank
+    get_sequence_parallel_world_size = get_model_parallel_world_size
+    """So that no ZeRO stage rescales gradients (see the module's docstring)."""

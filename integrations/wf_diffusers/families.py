@@ -27,15 +27,10 @@ LTX = replace(
         cut("transformer_blocks.*", "image_rotary_emb"),
     ),
 )
+FLUX_IMAGE = f"hidden_states img_ids {CONTROL} controlnet_single_block_samples"
 FLUX = Family(
     attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
-    cuts=(
-        cut(
-            "",
-            f"{TEXT} txt_ids",
-            f"hidden_states img_ids {CONTROL} controlnet_single_block_samples",
-        ),
-    ),
+    cuts=(cut("", f"{TEXT} txt_ids", FLUX_IMAGE),),
     allows_empty_stream=True,
 )
 WAN = Family(
@@ -174,12 +169,7 @@ FAMILIES: Mapping[str, Family] = {
         PIXART,
         cuts=(
             JOINT,
-            cut(
-                "transformer_blocks.*",
-                "encoder_attention_mask",
-                "image_rotary_emb",
-                dims=(1, -3),
-            ),
+            cut("transformer_blocks.*", "encoder_attention_mask", "image_rotary_emb", dims=(1, -3)),
         ),
         text_masks=(("encoder_attention_mask", TEXT),),
     ),
