@@ -50,7 +50,8 @@ def forward_kwargs(
         NotImplementedError: for a model that cannot run on several ranks (`refuse_unspreadable`),
             and with `num_valid` for a model whose loss is not plain cross entropy.
     """
-    model = _unwrap(model)
+    while isinstance(inner := getattr(model, "module", None), nn.Module):
+        model = inner
     if is_cut_inside(model):
         raise ValueError(
             f"{type(model).__name__} is cut inside: call it with the whole batch on every rank"
@@ -121,11 +122,6 @@ def _placeholder_mask(model: nn.Module, local_batch: Mapping[str, Any]) -> Tenso
     has_float64 = any(p.dtype == torch.float64 for p in model.parameters())
     dtype = torch.float64 if has_float64 else torch.float32
     return torch.zeros(len(tokens), 1, 1, 1, device=tokens.device, dtype=dtype)
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    inner = getattr(model, "module", None)
-    return _unwrap(inner) if isinstance(inner, nn.Module) else model
 
 
 def _documents_reach_attention(model: nn.Module) -> bool:

@@ -116,8 +116,6 @@ def _is_plain(mask: Tensor, causal: bool, window: tuple[int, int] | None) -> boo
 
 def _band(seen: Tensor, left: int, right: int) -> Tensor:
     """(rows, keys) bool: True up to `left` keys before and `right` after a row's own; -1 = all."""
-    rows = torch.arange(seen.shape[2], device=seen.device)[:, None]
-    keys = torch.arange(seen.shape[3], device=seen.device)[None]
-    band = torch.ones_like(keys <= rows)
-    band = band if left < 0 else band & (keys >= rows - left)
-    return band if right < 0 else band & (keys <= rows + right)
+    band = torch.ones(seen.shape[2:], dtype=torch.bool, device=seen.device)
+    band = band if left < 0 else band.triu(-left)
+    return band if right < 0 else band.tril(right)

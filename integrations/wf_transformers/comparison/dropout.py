@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from wf_backends.comm import Communicator, fingerprint, gather_small
 from wf_transformers.families.stacks import sampled_summary
+from wf_transformers.rng import generators_of
 
 RANDOM_FUNCTIONS = "rand rand_like randn randn_like normal exponential bernoulli".split()
 """Random functions of torch, in place or not; `uniform_` is treated separately."""
@@ -123,5 +124,4 @@ class DropoutRecorder(TorchFunctionMode):
 
 def _state(device: torch.device) -> float:
     """A fingerprint of the random state of a device."""
-    module = torch if device.type == "cpu" else torch.get_device_module(device)
-    return float(fingerprint(module.get_rng_state().numpy().tobytes()))
+    return float(fingerprint(generators_of(device)[-1].get_state().numpy().tobytes()))

@@ -71,11 +71,6 @@ def _bert(module: Any) -> Mapping[str, Any]:
     return {**FULL, "dropout_prob": module.dropout.p, "require_contiguous_qkv": False}
 
 
-def _clip(module: Any) -> Mapping[str, Any]:
-    """CLIP's text encoder is causal; its vision encoder is not."""
-    return {"is_causal": hasattr(module.config, "vocab_size")}
-
-
 def _qwen_window(module: Any) -> Window:
     config = module.config
     has_window = config.use_sliding_window and module.layer_idx >= config.max_window_layers
@@ -134,6 +129,8 @@ def _t5(module: Any) -> Mapping[str, Any]:
 
 BERT = AttentionRow(attributes=_bert)
 CUT_INSIDE = AttentionRow(in_stack=True)
+# its text encoder is causal, and its vision encoder is not
+CLIP = replace(CUT_INSIDE, attributes=lambda m: {"is_causal": hasattr(m.config, "vocab_size")})
 METHOD = AttentionRow(method="_attn", function=method_attn)
 QWEN2 = AttentionRow(window=_qwen_window)
 T5 = AttentionRow(function=t5, in_stack=True, attributes=_t5, registry_attributes=_t5)
@@ -144,7 +141,7 @@ TABLE: Mapping[str, AttentionRow] = MappingProxyType(
         "ModernBertAttention": AttentionRow(window=_modernbert_window, attributes=_modernbert),
         **dict.fromkeys(("BartAttention", "MBartAttention", "WhisperAttention"), CUT_INSIDE),
         **dict.fromkeys(("Wav2Vec2Attention", "HubertAttention"), CUT_INSIDE),
-        "CLIPAttention": replace(CUT_INSIDE, attributes=_clip),
+        "CLIPAttention": CLIP,
         **dict.fromkeys(("T5Attention", "MT5Attention"), T5),
         "UMT5Attention": replace(T5, function=umt5),
         **dict.fromkeys(("OPTAttention", "JambaAttention", "StableLmAttention"), AttentionRow()),

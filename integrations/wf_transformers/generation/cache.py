@@ -119,12 +119,6 @@ class ShardedCache(DynamicCache):
         for layer in self.by_module.values():
             layer.take_samples(beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.reorder_cache(torch.arange(len(self.starts)).repeat_interleave(repeats))
-
     def crop(self, max_length: int) -> None:
         """Keep the first `max_length` tokens; if it is not positive, drop so many at the end.
 

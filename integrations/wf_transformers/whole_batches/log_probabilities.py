@@ -117,13 +117,16 @@ class LogProbabilityHooks(WholeBatchHooks):
         starts = padding_on_the_left(arguments)
         counts_all = not has_module(model, COUNTS_VALID_TOKENS)
         counts_padding = arguments.get("position_ids") is None and counts_all
-        arguments = _padding_moved_right(arguments, starts)
+        seqlen = seqlen_of(arguments)
+        for key, x in arguments.items():
+            if isinstance(x, Tensor) and has_row_per_token(key, x, seqlen):
+                arguments[key] = rolled(x, starts)  # padding is on the right
         if not fused_head:
             arguments[WHOLE_LOGITS] = False
         _, kwargs = super()._before(model, (), arguments)
         if counts_padding and isinstance(kwargs.get("position_ids"), Tensor):
-            last = seqlen_of(arguments) - 1
-            kwargs["position_ids"] = (kwargs["position_ids"] + starts[:, None]).clamp(max=last)
+            positions = kwargs["position_ids"] + starts[:, None]
+            kwargs["position_ids"] = positions.clamp(max=seqlen - 1)
         self._request = WantedLogits(
             starts, slice(-keep, None) if keep else slice(None), hidden_states
         )
@@ -163,16 +166,6 @@ def padding_on_the_left(arguments: Mapping[str, Any]) -> Tensor:
     is_padding = isinstance(mask, Tensor) and mask.dim() == 2
     mask = mask if is_padding else mask_of_ones(arguments)
     return (mask != 0).int().argmax(dim=1)
-
-
-def _padding_moved_right(arguments: Mapping[str, Any], starts: Tensor) -> dict[str, Any]:
-    """The arguments of a call with all padding on the right."""
-    seqlen = seqlen_of(arguments)
-
-    def has_rows(key: str, value: Any) -> bool:
-        return isinstance(value, Tensor) and has_row_per_token(key, value, seqlen)
-
-    return {k: rolled(v, starts) if has_rows(k, v) else v for k, v in arguments.items()}
 
 
 def generate_alone(model: nn.Module, handle: Handle, changes: Changes) -> None:
