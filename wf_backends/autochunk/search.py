@@ -24,7 +24,7 @@ from torch import fx
 
 from wf_backends.autochunk.graph import GraphStep, Steps, layout, nbytes, profile
 from wf_backends.autochunk.region import Region, covered_rows, rows_before, slice_length
-from wf_backends.autochunk.slicing import Call, Flow, SlicedOperator, trace, view_base
+from wf_backends.autochunk.slicing import Call, Flow, trace, view_base
 
 MAX_REACH = 160  # operators of a region on each side of the peak
 NUM_ENDS = 5  # steps near the peak, and far from it, where regions may begin or end: see `_ends`
@@ -146,18 +146,16 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     peaks[len(before)] = 0
     outside_peak = max(peaks)
     outside_peak_step = graph.position[order[peaks.index(outside_peak)].node]
-    padded = {op.node: _padded_bytes(op) for op in flow.operators}
+    padded = {  # inputs with a halo: slices at the border get copies of them
+        op.node: sum(nbytes(source.node) for source in op.sources if source.before or source.after)
+        for op in flow.operators
+    }
     with_pads = [replace(s, temporary=s.temporary + padded[s.node]) for s in inner]
     sliced_bytes = max(profile(with_pads, outputs))
     if rows_before(flow, overwritten):  # one more slice of the end is live
         sliced_bytes += graph.storage_bytes[graph.storages[flow.end.node][0]]
     sizes = fixed_bytes, sliced_bytes, outputs.total(), outside_peak
     return Candidate(lo, hi, window, flow, *sizes, outside_peak_step, overwritten)
-
-
-def _padded_bytes(op: SlicedOperator) -> int:
-    """The bytes of an operator's inputs with a halo: slices at the border get padded copies."""
-    return sum(nbytes(source.node) for source in op.sources if source.before or source.after)
 
 
 def _computes_all_rows(flow: Flow) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -25,33 +26,31 @@ _CHECK = "find_packed_sequence_indices"  # None for one sequence
 
 def packing_check_on_fakes() -> AbstractContextManager[Any]:
     """Inside, a run on fake tensors makes the check; `FakeRun` answers for their values."""
-    utils, original_check = sys.modules.get("transformers.utils.import_utils"), _original_check()
+    utils = sys.modules.get("transformers.utils.import_utils")
 
-    def check(*args: Any, **kwargs: Any) -> Any:
+    def check(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with mock.patch.object(utils, "is_fake_tensor", lambda _: False):
-            return original_check(*args, **kwargs)
+            return original(*args, **kwargs)
 
-    has_check = original_check and hasattr(utils, "is_fake_tensor")
-    return _replaced_check(check) if has_check else nullcontext()
+    return _replaced(check) if hasattr(utils, "is_fake_tensor") else nullcontext()
 
 
 def skipped_packing_check() -> AbstractContextManager[Any]:
     """Inside a trace, positions that the model itself makes by `arange` are one sequence; other
     positions are checked as usual."""
-    original_check = _original_check()
 
-    def check(position_ids: torch.Tensor) -> Any:
-        return None if _is_range(position_ids) else original_check(position_ids)
+    def check(original: Callable[..., Any], position_ids: torch.Tensor) -> Any:
+        return None if _is_range(position_ids) else original(position_ids)
 
-    return _replaced_check(check) if original_check else nullcontext()
-
-
-def _replaced_check(check: Callable[..., Any]) -> AbstractContextManager[Any]:
-    return mock.patch.object(sys.modules["transformers.masking_utils"], _CHECK, check)
+    return _replaced(check)
 
 
-def _original_check() -> Any:
-    return getattr(sys.modules.get("transformers.masking_utils"), _CHECK, None)
+def _replaced(check: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Inside, check(original check, *its arguments) is called in its place, if there is one."""
+    module = sys.modules.get("transformers.masking_utils")
+    if (original := getattr(module, _CHECK, None)) is None:
+        return nullcontext()
+    return mock.patch.object(module, _CHECK, partial(check, original))
 
 
 def _is_range(position_ids: torch.Tensor) -> bool:

@@ -8,16 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from wf_backends.autochunk.slicing.call import (
-    Call,
-    Reads,
-    Rows,
-    Rule,
-    Shape,
-    Table,
-    aten,
-    shape_of,
-)
+from wf_backends.autochunk.slicing.call import Call, Reads, Rows, Rule, Shape, Table, aten, shape_of
 
 Letters = tuple[str | int, ...]  # an int is a batch dimension, counted from the last one (-1)
 

@@ -119,15 +119,10 @@ def windowed(
 
 def batch_or_channels(call: Call, dim: int) -> Reads | None:
     """A convolution along the batch, or output channels (if each reads all input channels)."""
-    if is_batch(call, dim):
+    if dim == 0 and len(call.shape) == len(call.size("weight")):  # an input may have no batch
         return {"input": Rows(0)}
     is_plain = call["groups"] == 1 and not call.get("transposed")
     return {"weight": Rows(0), "bias": Rows(0)} if is_plain else None
-
-
-def is_batch(call: Call, dim: int) -> bool:
-    """Whether it is the batch of a convolution, whose input may have none."""
-    return dim == 0 and len(call.shape) == len(call.size("weight"))
 
 
 def pool(num_dims: int, fill: float) -> Rule:

@@ -121,20 +121,16 @@ def _candidate(
         if written:
             what = "its buffers" if written & weights.keys() else "what it is given"
             raise _NotTileableError(f"changes {what}")
-        _refuse_foreign_weights(module, [weights[n] for n in reads if n in weights])
+        own_ids = {id(x) for x in (*module.parameters(), *module.buffers())}
+        if any(id(weights[n].read()) not in own_ids for n in reads if n in weights):
+            # to which tiles would give no gradient
+            raise _NotTileableError("uses a parameter or a constant of another module")
         weight_nodes = set(weights) | _from_weights(weights, nodes)
         dim = _tile_dim(nodes, inputs, results, weight_nodes)
     except _NotTileableError as error:
         return replace(candidate, reason=str(error))
     io_bytes = max(1, sum(nbytes(n) for n in inputs + results))
     return replace(candidate, io_bytes=io_bytes, dim=dim, rows=_shape(results[0])[dim])
-
-
-def _refuse_foreign_weights(module: nn.Module, used: Sequence[Weight]) -> None:
-    """Tiles would give no gradient to parameters of other modules."""
-    own_ids = {id(x) for x in (*module.parameters(), *module.buffers())}
-    if any(id(weight.read()) not in own_ids for weight in used):
-        raise _NotTileableError("uses a parameter or a constant of another module")
 
 
 def _from_weights(weights: Mapping[fx.Node, Any], nodes: Sequence[fx.Node]) -> set[fx.Node]:

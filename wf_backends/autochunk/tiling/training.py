@@ -156,9 +156,9 @@ def tile_training(model: nn.Module, plan: object) -> nn.Module:
             "call model.eval() first"
         )
     handle = apply_training(model, plan)
-    attributes = {"plan": plan, "explain": plan.explain, "remove": handle.remove}
-    for name, value in attributes.items():
-        handle.set(model, name, value)
+    handle.set(model, "plan", plan)
+    handle.set(model, "explain", plan.explain)
+    handle.set(model, "remove", handle.remove)
     return model
 
 
