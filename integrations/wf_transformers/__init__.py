@@ -21,7 +21,8 @@ from wf_transformers.entry import apply, attach, attach_model, connect
 from wf_transformers.families.media import shard_media
 from wf_transformers.families.stacks import shard_between
 from wf_transformers.folders.load import model_from_folder
-from wf_transformers.generation import ShardedCache, generate
+from wf_transformers.generation.cache import ShardedCache
+from wf_transformers.generation.entry import generate
 from wf_transformers.handle import Handle, data_parallel
 from wf_transformers.memory.tiles import AUTOCHUNK, TrainingBudget, plan_tiles
 from wf_transformers.models import outermost

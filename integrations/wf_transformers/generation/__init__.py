@@ -3,8 +3,3 @@
 The prompt is cut over the ranks and runs as in training. From then on every rank computes all new
 tokens, and their attention covers the keys of all ranks (`wf_backends.decode`).
 """
-
-from wf_transformers.generation.cache import ShardedCache
-from wf_transformers.generation.entry import generate
-
-__all__ = ["ShardedCache", "generate"]
