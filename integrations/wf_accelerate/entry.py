@@ -136,9 +136,9 @@ def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False
     trl = trainer if makes_log_probabilities(trainer) else None
     if trl is None:
         refuse_rollouts(trainer)
-    generating = what_generates(trainer)
-    if trl is not None:
+    else:
         refuse_options(trainer)
+    generating = what_generates(trainer)
     if generating and trainer.is_fsdp_enabled:
         raise NotImplementedError(
             f"{', '.join(generating)} under FSDP: generate needs whole parameters; leave it out, "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, cat
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from wf_diffusers.cuts import Family
 
@@ -86,11 +87,8 @@ def _sample_of(arguments: Mapping[str, Any], family: Family, i: int, samples: in
 
 def join(outputs: Sequence[Any]) -> Any:
     """Return the output of a batch: tensors (b, ...), lists, tuples and dicts of samples."""
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        return cat(list(outputs))
-    if isinstance(first, list):
-        return [sample for output in outputs for sample in output]
-    if isinstance(first, tuple):
-        return tuple(map(join, zip(*outputs, strict=True)))
-    return type(first)(**{name: join([output[name] for output in outputs]) for name in first})
+
+    def joined(*parts: Any) -> Any:
+        return cat(parts) if isinstance(parts[0], Tensor) else list(chain(*parts))
+
+    return tree_map(joined, *outputs, is_leaf=lambda x: isinstance(x, list))

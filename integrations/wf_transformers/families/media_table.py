@@ -98,26 +98,26 @@ GRID, VIDEO_GRID = "image_grid_thw", "video_grid_thw"
 IMAGES = replace(TILES, count=by_grid, others=(GRID,), rows=GRID)
 VIDEOS = replace(CLIPS, count=by_grid, others=(VIDEO_GRID,), rows=VIDEO_GRID)
 QWEN = Media((IMAGES, VIDEOS), ("visual",), rope=True)
-LINES = tuple(replace(x, count=by_lines) for x in (IMAGES, VIDEOS))
+GRIDS_WITH_LINE_ENDS = tuple(replace(x, count=by_lines) for x in (IMAGES, VIDEOS))
 GLM = Media((IMAGES,), ("visual",), rope=True)
 """Its videos have the tokens of images."""
-PICTURES = replace(TILES, count=by_pixels, others=("image_sizes",))
+IMAGES_IN_PIXELS = replace(TILES, count=by_pixels, others=("image_sizes",))
 PACKED = replace(
     TILES, features="pack_image_features", count=packed, others=("image_sizes", NUMBERS)
 )
 ONEVISION = Media((PACKED, CLIPS) if HAS_INNER else (PACKED,), TOWER)
 """In transformers 4 the method for videos gives no features."""
 PADDED = replace(TILES, others=("pixel_attention_mask",), by_sample=True)
-SHAPED = replace(TILES, count=by_shapes, others=("spatial_shapes", "pixel_attention_mask"))
-HEARD = replace(SOUNDS, count=by_frames, others=(FRAMES,))
-LISTENED = replace(HEARD, features=MERGE_SOUNDS)
-OMNI = Media((HEARD, IMAGES, VIDEOS), ("audio_tower", "visual"), rope=True)
+TILES_OF_SHAPES = replace(TILES, count=by_shapes, others=("spatial_shapes", "pixel_attention_mask"))
+SOUNDS_IN_FRAMES = replace(SOUNDS, count=by_frames, others=(FRAMES,))
+MERGED_SOUNDS = replace(SOUNDS_IN_FRAMES, features=MERGE_SOUNDS)
+OMNI = Media((SOUNDS_IN_FRAMES, IMAGES, VIDEOS), ("audio_tower", "visual"), rope=True)
 DOTS3 = (IMAGES, VIDEOS, replace(SOUNDS, count=by_chunks, others=("chunk_sample_lengths",)))
-POSED = ("video_position_ids", FRAME_NUMBERS)
+VIDEO_POSITIONS = ("video_position_ids", FRAME_NUMBERS)
 GEMMA4 = Media(
     (
         replace(TILES, count=by_positions, others=("image_position_ids",)),
-        replace(CLIPS, count=by_positions, others=POSED, rows=FRAME_NUMBERS),
+        replace(CLIPS, count=by_positions, others=VIDEO_POSITIONS, rows=FRAME_NUMBERS),
         replace(SOUNDS, count=by_fourth, others=("input_features_mask",)),
     ),
     ("vision_tower", "embed_vision", "audio_tower", "embed_audio"),
@@ -130,21 +130,21 @@ ROWS = (
     ("Qwen2_5OmniThinker Qwen3OmniMoeThinker", OMNI),
     ("Glm4v Glm4vMoe Glm46V GlmOcr", GLM),
     ("Glm5Next", replace(GLM, rope=False)),
-    ("Llava Mistral3 MistralLarge4", Media((PICTURES,), TOWER)),
+    ("Llava Mistral3 MistralLarge4", Media((IMAGES_IN_PIXELS,), TOWER)),
     ("LlavaNext", Media((PACKED,), TOWER)),
     ("LlavaNextVideo LlavaOnevision", ONEVISION),
     ("Gemma3", Media((TILES,), TOWER, by_image)),
     ("Gemma4", GEMMA4),
     ("MiniMaxM3Sparse", Media((IMAGES, VIDEOS), TOWER)),
     ("Dots3Note", Media(DOTS3, ("vision_tower", "audio_tower"))),
-    ("HYV4VL", Media(LINES, ("vision_tower",), rope=True, one_by_one=True)),
+    ("HYV4VL", Media(GRIDS_WITH_LINE_ENDS, ("vision_tower",), rope=True, one_by_one=True)),
     ("InternVL GotOcr2 Ovis2 VipLlava AyaVision Cohere2Vision", Media((TILES,), TOWER)),
     ("DeepseekVL", Media((TILES,), ("vision_model", "aligner"))),
-    ("LightOnOcr", Media((PICTURES,), ("vision_encoder", "vision_projection"))),
+    ("LightOnOcr", Media((IMAGES_IN_PIXELS,), ("vision_encoder", "vision_projection"))),
     ("PaddleOCRVL", Media((IMAGES,), ("visual", "projector"), rope=True, one_by_one=True)),
-    ("Lfm2Vl", Media((SHAPED,), TOWER)),
+    ("Lfm2Vl", Media((TILES_OF_SHAPES,), TOWER)),
     ("Idefics2 Idefics3 SmolVLM", Media((PADDED,), ("vision_model", "connector"))),
-    ("Qwen2Audio", Media((LISTENED,), AUDIO_TOWER, hidden_from=("embed_tokens",))),
+    ("Qwen2Audio", Media((MERGED_SOUNDS,), AUDIO_TOWER, hidden_from=("embed_tokens",))),
     ("Voxtral", Media((SOUNDS,), AUDIO_TOWER)),
     # Text alone
     ("Aria", Media((), TOWER)),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -39,6 +40,8 @@ class Unusable:
     """
 
     REASON: ClassVar[str] = UNSUPPORTED_USE
+    FUNCTIONS: ClassVar[Mapping[Any, Callable[..., Any]]] = MappingProxyType({})
+    """Functions of torch that take it all the same, and what they call."""
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(Tensor, name):
@@ -50,8 +53,10 @@ class Unusable:
         raise NotImplementedError(cls.REASON)
 
     @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        cls._refuse_use()
+    def __torch_function__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function not in cls.FUNCTIONS:
+            cls._refuse_use()
+        return cls.FUNCTIONS[function](*args, **(kwargs or {}))
 
     def __getitem__(self, key: Any) -> Any:
         self._refuse_use()
@@ -168,13 +173,12 @@ class ShardedLogits(Unusable):
         whole = rolled(self.gather_rows(local), -self.starts)
         return whole[:, _slice(self.tokens)].clone()
 
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}
-    ) -> Any:
-        if function is torch.flatten and dict(kwargs) == {"end_dim": 1}:
-            return FlattenedLogits(args[0])
-        cls._refuse_use()
+    def _flattened(self, **options: int) -> FlattenedLogits:
+        if options != {"end_dim": 1}:
+            self._refuse_use()
+        return FlattenedLogits(self)
+
+    FUNCTIONS = MappingProxyType({torch.flatten: _flattened})
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,18 +207,15 @@ class FlattenedLogits(Unusable):
     def device(self) -> torch.device:
         return self.logits.device
 
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}
-    ) -> Any:
-        options = {k: v for k, v in kwargs.items() if v is not None and k != "ignore_index"}
-        if function is not cross_entropy or not options.items() <= DEFAULT_OPTIONS.items():
-            cls._refuse_use()
-        flattened, labels = args
-        valid = labels != kwargs.get("ignore_index", -100)
-        labels = labels.masked_fill(~valid, 0)
-        log_probs = flattened.logits.log_probabilities(labels, _log_softmax)
+    def _cross_entropy(self, labels: Tensor, ignore_index: int = -100, **options: Any) -> Tensor:
+        given = {key: x for key, x in options.items() if x is not None}
+        if not given.items() <= DEFAULT_OPTIONS.items():
+            self._refuse_use()
+        valid = labels != ignore_index
+        log_probs = self.logits.log_probabilities(labels.masked_fill(~valid, 0), _log_softmax)
         return -log_probs.flatten()[valid].mean()
+
+    FUNCTIONS = MappingProxyType({cross_entropy: _cross_entropy})
 
 
 def _log_softmax(logits: Tensor, labels: Tensor) -> Tensor:

@@ -78,10 +78,10 @@ class Captured:
     @property
     def device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
         """Those of the first weight of floating point; without any, CPU and float32."""
-        for dtype, device, _ in self.weight_types:
-            if dtype.is_floating_point:
-                return device, dtype
-        return torch.device("cpu"), torch.float32
+        types = (
+            (device, dtype) for dtype, device, _ in self.weight_types if dtype.is_floating_point
+        )
+        return next(types, (torch.device("cpu"), torch.float32))
 
     def read_weights(self) -> list[torch.Tensor] | None:
         """The current weights; None if one has changed its dtype, device or shape since capture."""

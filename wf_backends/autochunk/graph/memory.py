@@ -13,7 +13,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from math import prod
 from typing import Any
 
 import torch
@@ -29,28 +30,22 @@ from wf_backends.autochunk.graph.tracker import StorageTracker
 from wf_backends.autochunk.slicing import writes, written
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """FLOPs for shapes (b, h, i, d), (b, g, j, d) and (b, g, j, v), where g divides h."""
-    b, h, i, d = query
-    return 2 * b * h * i * key[-2] * (d + value[-1])
-
-
-def _packed_attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """FLOPs for shapes (b, i, h, d), (b, j, g, d) and (b, j, g, v)."""
-    b, i, h, d = query
-    return 2 * b * h * i * key[1] * (d + value[-1])
+def _attention_flops(rows: int, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """FLOPs of attention for the shapes of its tensors, with rows in dimension `rows` and heads, of
+    which keys may have fewer, in the other of 1 and 2."""
+    return 2 * prod(query[:-1]) * key[rows] * (query[-1] + value[-1])
 
 
 _aten = torch.ops.aten
 # FLOPs of fused attention. torch's own counter leaves out CPUs, refuses fewer key heads than query
 # heads, and takes rows for heads where rows come first.
 FLOPS = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    _aten._scaled_dot_product_flash_attention: _attention_flops,
-    _aten._scaled_dot_product_efficient_attention: _attention_flops,
-    _aten._scaled_dot_product_cudnn_attention: _attention_flops,
-    _aten._flash_attention_forward: _packed_attention_flops,
-    _aten._efficient_attention_forward: _packed_attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu: partial(_attention_flops, 2),
+    _aten._scaled_dot_product_flash_attention: partial(_attention_flops, 2),
+    _aten._scaled_dot_product_efficient_attention: partial(_attention_flops, 2),
+    _aten._scaled_dot_product_cudnn_attention: partial(_attention_flops, 2),
+    _aten._flash_attention_forward: partial(_attention_flops, 1),
+    _aten._efficient_attention_forward: partial(_attention_flops, 1),
 }
 
 
