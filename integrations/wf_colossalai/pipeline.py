@@ -17,10 +17,9 @@ from colossalai.pipeline.stage_manager import PipelineStageManager
 from torch import Tensor, nn
 
 from wf_transformers import Handle
-from wf_transformers.calls import by_name, parameter_names, takes_any_keyword
+from wf_transformers.calls import Kwargs, by_name, parameter_names, takes_any_keyword
 from wf_transformers.models import token_model
 
-Arguments = dict[str, Any]
 STATES = "hidden_states"
 FROM_SCHEDULE = (STATES, "stage_index")
 """Arguments that ColossalAI's schedules add to a call: the previous stage's output, an index."""
@@ -57,7 +56,7 @@ class Stage:
         for layer in self._layers:
             handle.before(layer, self._before_layer)
 
-    def _take_states(self, _: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+    def _take_states(self, _: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Keep the previous stage's output, and remove the schedule's arguments from the call."""
         self._states = kwargs.get(STATES)
         return args, {key: x for key, x in kwargs.items() if key not in FROM_SCHEDULE}
@@ -75,7 +74,7 @@ class Stage:
         output = inner(**{key: arguments[key] for key in passed})
         return {STATES: output[0]}
 
-    def _before_inner(self, inner: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+    def _before_inner(self, inner: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Leave only this stage's layers, and pass hidden states (b, s, width) as embeddings."""
         self._reached_layers = False
         start, stop = self._layer_ranges[self._stages.model_chunk_id or 0]

@@ -104,7 +104,9 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
         ValueError: if the block is not a mapping, its name is misspelt, or it has a wrong key or
             value.
     """
-    _refuse_misspelt(config)
+    for key in config:  # DeepSpeed and forks have many others, which are not checked
+        if key != KEY and get_close_matches(str(key).lower(), [KEY], cutoff=0.8):
+            raise ValueError(f'"{key}" is an unknown key; did you mean "{KEY}"?')
     if KEY not in config:
         return None
     block = config[KEY]
@@ -127,13 +129,6 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
             f"loss is the model's own; leave it out"
         )
     return Block(sequence_parallel, average, stages, model) if enabled else None
-
-
-def _refuse_misspelt(config: Mapping[str, Any]) -> None:
-    """Refuse a misspelt "wallfacer"; other keys are not checked: DeepSpeed and forks have many."""
-    for key in config:
-        if key != KEY and get_close_matches(str(key).lower(), [KEY], cutoff=0.8):
-            raise ValueError(f'"{key}" is an unknown key; did you mean "{KEY}"?')
 
 
 def refuse_conflicts(config: Mapping[str, Any], block: Block) -> None:

@@ -31,9 +31,8 @@ from wf_diffusers.samples import (
     take_off_padding,
 )
 from wf_transformers import Handle
-from wf_transformers.calls import by_name, parameter_names
+from wf_transformers.calls import Kwargs, by_name, parameter_names
 
-Arguments = dict[str, Any]
 Hook = Callable[[nn.Module, Any, Tensor], Tensor]
 
 
@@ -77,7 +76,7 @@ class TransformerHooks:
         self._gathered = {pair: pair[0].register_forward_hook(pair[1]) for pair in wanted}
 
     @eager
-    def _before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+    def _before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Check the arguments of a call of the model (supported, and the same on every rank), and
         prepare them, unless samples are computed one after the other."""
         arguments = by_name(parameter_names(model), args, kwargs)
@@ -95,7 +94,7 @@ class TransformerHooks:
             self._prepare(arguments)
         return (), arguments
 
-    def _prepare(self, arguments: Arguments) -> None:
+    def _prepare(self, arguments: Kwargs) -> None:
         """Take the padding off the text of a call, and cut what no module but the model takes."""
         self._layout, self._called = (), True
         take_off_padding(arguments, self.family)
@@ -108,7 +107,7 @@ class TransformerHooks:
         return self._call_apart(original, kwargs) if self._apart else original(*args, **kwargs)
 
     @eager
-    def _call_apart(self, original: Callable[..., Any], arguments: Arguments) -> Any:
+    def _call_apart(self, original: Callable[..., Any], arguments: Kwargs) -> Any:
         self._apart = False
         outputs = list[Any]()
         for sample in samples_of(arguments, self.family):
@@ -121,13 +120,13 @@ class TransformerHooks:
         names = parameter_names(module)
 
         @eager
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
             arguments = by_name(names, args, kwargs)
             return ((), arguments) if self._cut(cut, arguments) else None
 
         return hook
 
-    def _cut(self, cut: Cut, arguments: Arguments) -> bool:
+    def _cut(self, cut: Cut, arguments: Kwargs) -> bool:
         """Cut arguments of a call; False if there is nothing to cut."""
         value = _get_argument(arguments, cut.streams[-1][0])
         if value is None or (cut.ndim and _is_for_all_tokens(value, cut)):
@@ -141,7 +140,7 @@ class TransformerHooks:
         self._layout = layouts[-1]
         return True
 
-    def _layouts(self, cut: Cut, arguments: Arguments) -> list[Layout]:
+    def _layouts(self, cut: Cut, arguments: Kwargs) -> list[Layout]:
         """Return the layout of each stream."""
         first = [tree_leaves(_get_argument(arguments, stream[0]))[0] for stream in cut.streams]
         lengths = [tensor.shape[dim] for tensor, dim in zip(first, cut.dims, strict=False)]
@@ -176,7 +175,7 @@ class TransformerHooks:
         return gather_rows(self.sp, self._layout, 1, rows, partial(sum_on_all_ranks, self.sp.comm))
 
     @eager
-    def _before_whole(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+    def _before_whole(self, module: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         rows, *rest = args
         return (self._gather_inside(module, args, rows), *rest), kwargs
 
@@ -185,7 +184,7 @@ class TransformerHooks:
         return take_rows(self.sp, self._layout, 1, whole)
 
 
-def _leaves(arguments: Arguments) -> Arguments:
+def _leaves(arguments: Kwargs) -> Kwargs:
     """The arguments, and what is in lists and tuples, by name ("x[0]")."""
     return {
         f"{name}{keystr(path)}": leaf
@@ -199,14 +198,14 @@ def _is_for_all_tokens(value: Any, cut: Cut) -> bool:
     return not isinstance(value, Tensor) or value.dim() < cut.ndim or value.shape[cut.dims[0]] == 1
 
 
-def _get_argument(arguments: Arguments, path: str) -> Any:
+def _get_argument(arguments: Kwargs, path: str) -> Any:
     """Return an argument ("name"), or an item of an argument that is a tuple ("name.1")."""
     name, _, index = path.partition(".")
     value = arguments.get(name)
     return value[int(index)] if index and value is not None else value
 
 
-def _set_argument(arguments: Arguments, path: str, value: Any) -> None:
+def _set_argument(arguments: Kwargs, path: str, value: Any) -> None:
     """Replace what `_get_argument` returns; an argument that is None stays as it is."""
     name, _, index = path.partition(".")
     if index:

@@ -10,8 +10,7 @@ from torch import Tensor, cat
 from torch.utils._pytree import tree_map, tree_map_only
 
 from wf_diffusers.cuts import Family
-
-Arguments = dict[str, Any]
+from wf_transformers.calls import Kwargs
 
 
 def lengths_differ(arguments: Mapping[str, Any], family: Family) -> bool:
@@ -44,7 +43,7 @@ def _mask(arguments: Mapping[str, Any], mask_name: str, text_name: str) -> Tenso
     return mask.any(-1) if mask_name == text_name else mask
 
 
-def take_off_padding(arguments: Arguments, family: Family) -> None:
+def take_off_padding(arguments: Kwargs, family: Family) -> None:
     """Shorten texts (b, n, ...) of one length, and their masks (b, n), to what is not padding.
 
     No token attends to the padding, and nothing reads its rows, so the sample stays the same.
@@ -57,7 +56,7 @@ def take_off_padding(arguments: Arguments, family: Family) -> None:
                 arguments[name] = arguments[name][:, :length]
 
 
-def leave_out_unused(arguments: Arguments, family: Family) -> None:
+def leave_out_unused(arguments: Kwargs, family: Family) -> None:
     """Set refused arguments to None that change nothing: masks of ones, caches that are skipped."""
     for name, _ in family.refused:
         value = arguments.get(name)
@@ -67,13 +66,13 @@ def leave_out_unused(arguments: Arguments, family: Family) -> None:
             arguments[name] = None
 
 
-def samples_of(arguments: Mapping[str, Any], family: Family) -> list[Arguments]:
+def samples_of(arguments: Mapping[str, Any], family: Family) -> list[Kwargs]:
     """Return the arguments of a call for each sample, as a batch of one."""
     first = arguments[family.lists[0]] if "x" in family.lists else arguments["hidden_states"]
     return [_sample_of(arguments, family, i, len(first)) for i in range(len(first))]
 
 
-def _sample_of(arguments: Mapping[str, Any], family: Family, i: int, samples: int) -> Arguments:
+def _sample_of(arguments: Mapping[str, Any], family: Family, i: int, samples: int) -> Kwargs:
     def take(x: Tensor) -> Tensor:
         return x[i : i + 1] if x.dim() and len(x) == samples else x
 

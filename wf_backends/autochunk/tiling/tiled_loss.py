@@ -47,10 +47,8 @@ def tile_loss(owner: nn.Module, head: nn.Module, tiles: int, handle: Handle) -> 
     loss = HeadLoss(owner, head, tiles)
     handle.set(head, "forward", loss)
     handle.set(owner, "loss_function", loss.loss_of_logits)
-    pre_hook = owner.register_forward_pre_hook(loss.pre_forward, with_kwargs=True)
-    hook = owner.register_forward_hook(loss.after_forward, always_call=True)
-    handle.callback(pre_hook.remove)
-    handle.callback(hook.remove)
+    handle.callback(owner.register_forward_pre_hook(loss.pre_forward, with_kwargs=True).remove)
+    handle.callback(owner.register_forward_hook(loss.after_forward, always_call=True).remove)
 
 
 def loss_name(owner: nn.Module) -> str | None:
