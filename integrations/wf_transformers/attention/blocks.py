@@ -11,7 +11,8 @@ from functools import lru_cache
 from itertools import combinations, pairwise
 from typing import Any
 
-Range = tuple[int, int]
+from wf_backends.schedule import Range
+
 Block = tuple[Range, ...]
 """The ranges of one block, in order."""
 Slices = list[tuple[Range, Range, str]]

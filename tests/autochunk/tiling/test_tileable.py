@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tests.autochunk.tiling.decoder import ROWS, WIDTH, Decoder, make_batch
 from wf_backends.autochunk.graph import Effects
 from wf_backends.autochunk.graph.capture import capture
-from wf_backends.autochunk.tiling.tileable import Candidate, candidates, head_candidate
+from wf_backends.autochunk.tiling.tileable import TileCandidate, candidates, head_candidate
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
@@ -43,7 +43,7 @@ class Parent(nn.Module):
         return self.part(x * 2) + 1
 
 
-def candidate_of(part: nn.Module, weight: nn.Parameter | None = None) -> Candidate:
+def candidate_of(part: nn.Module, weight: nn.Parameter | None = None) -> TileCandidate:
     """What is decided about `part` in a model, which owns `weight`."""
     model = Parent(part, weight)
     captured = capture(model, (torch.randn(2, ROWS, WIDTH),), {})

@@ -34,7 +34,7 @@ PASS_THROUGH = (aten.to, aten.view, aten.reshape, aten.contiguous, aten._to_copy
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TileCandidate:
     """A module that may be tiled, or the reason why it may not.
 
     Attributes:
@@ -62,14 +62,14 @@ class _NotTileableError(Exception):
     """Why a module cannot be cut along a dimension."""
 
 
-def candidates(captured: Captured, model: nn.Module, effects: Effects) -> list[Candidate]:
+def candidates(captured: Captured, model: nn.Module, effects: Effects) -> list[TileCandidate]:
     """A candidate for each call of each module, the outermost module first.
 
     Modules inside one that may be tiled are left out. Of a layer's experts the module itself is a
     candidate, and not the module around it, whose router logits transformers records.
     """
     weights = dict(zip(captured.graph.find_nodes(op="placeholder"), captured.weights, strict=False))
-    found: list[Candidate] = []
+    found: list[TileCandidate] = []
     for path, calls in _calls_by_module(captured.graph, model).items():
         module = model.get_submodule(path)
         tileable = [candidate for candidate in found if not candidate.reason]
@@ -108,14 +108,14 @@ def _candidate(
     nodes: list[fx.Node],
     weights: Mapping[fx.Node, Weight],
     effects: Effects,
-) -> Candidate:
+) -> TileCandidate:
     inside = set(nodes)
     reads = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
     inputs = [n for n in reads if n not in weights]
     results = [n for n in nodes if not inside.issuperset(n.users)]
     inner_bytes = sum(nbytes(n) for n in nodes if not _is_view(n) and n not in results)
     inner_bytes += sum(effects.of(n).temporary for n in nodes if _is_experts(n))
-    candidate = Candidate(path, type(module).__name__, tuple(nodes), inner_bytes)
+    candidate = TileCandidate(path, type(module).__name__, tuple(nodes), inner_bytes)
     try:
         written = changed(nodes) - inside
         if written:
@@ -231,7 +231,7 @@ def _is_view(node: fx.Node) -> bool:
     return view_base(node) is not None or isinstance(node.target, HigherOrderOperator)
 
 
-def head_candidate(captured: Captured, model: nn.Module) -> Candidate | None:
+def head_candidate(captured: Captured, model: nn.Module) -> TileCandidate | None:
     """The head of a causal language model; None if the graph has no logits and loss.
 
     It may be tiled if only the loss reads the logits, and reads them unchanged.
@@ -245,7 +245,7 @@ def head_candidate(captured: Captured, model: nn.Module) -> Candidate | None:
     head = chain[-1]
     path = _names(model)[module_path(head).partition("@")[0]]
     class_name = type(model.get_submodule(path)).__name__
-    candidate = Candidate(path, class_name, (head,), dim=1, loss=True)
+    candidate = TileCandidate(path, class_name, (head,), dim=1, loss=True)
     try:
         _refuse_head(chain, path, model.get_submodule(path.rpartition(".")[0]))
     except _NotTileableError as error:

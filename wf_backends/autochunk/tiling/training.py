@@ -31,7 +31,7 @@ from wf_backends.autochunk.graph import (
 )
 from wf_backends.autochunk.tiling.fake_runs import refuse_row_counts, training_peak
 from wf_backends.autochunk.tiling.handle import Handle
-from wf_backends.autochunk.tiling.tileable import Candidate, candidates, head_candidate
+from wf_backends.autochunk.tiling.tileable import TileCandidate, candidates, head_candidate
 from wf_backends.autochunk.tiling.tiled_loss import torch_has_the_loss
 from wf_backends.autochunk.tiling.tiles import Tiles, install, tile_modules
 
@@ -203,7 +203,7 @@ class _Search:
             return training_peak(self.model, self.args, self.kwargs)
 
     def extended(
-        self, plan: TrainingPlan, group: Sequence[Candidate], max_slowdown: float
+        self, plan: TrainingPlan, group: Sequence[TileCandidate], max_slowdown: float
     ) -> TrainingPlan:
         """The plan with as many of `group` as the slowdown allows; `plan` if that saves nothing."""
         slowdown, added = plan.slowdown, dict[str, Tiles]()
@@ -263,31 +263,31 @@ class _Search:
         calls = (node for node in nodes if node.op == "call_function")
         return sum(self._effects.of(node).flops for node in calls)
 
-    def _slowdown(self, candidate: Candidate) -> float:
+    def _slowdown(self, candidate: TileCandidate) -> float:
         """The share of a step's operations that the tiles of a module repeat."""
         if candidate.loss and torch_has_the_loss(self.model.get_submodule(candidate.module)):
             return 0.0
         return self._flops(candidate.nodes) / self._step_flops
 
-    def _grouped(self, tileable: Sequence[Candidate]) -> list[list[Candidate]]:
+    def _grouped(self, tileable: Sequence[TileCandidate]) -> list[list[TileCandidate]]:
         """Groups of equal modules; first the one that saves most for what it repeats."""
-        groups: dict[Any, list[Candidate]] = {}
+        groups: dict[Any, list[TileCandidate]] = {}
         for c in tileable:
             groups.setdefault((c.class_name, c.inner_bytes, c.io_bytes, c.dim), []).append(c)
 
-        def saved_for_slowdown(group: list[Candidate]) -> float:
+        def saved_for_slowdown(group: list[TileCandidate]) -> float:
             return group[0].inner_bytes / max(self._slowdown(group[0]), 1e-9)
 
         return sorted(groups.values(), key=saved_for_slowdown, reverse=True)
 
 
-def _tile_count(candidate: Candidate) -> int:
+def _tile_count(candidate: TileCandidate) -> int:
     """So many tiles that inner_bytes of a tile are half of io_bytes, with MIN_ROWS rows or more."""
     count = -(-2 * candidate.inner_bytes // candidate.io_bytes)
     return max(2, min(count, candidate.rows // MIN_ROWS))
 
 
-def _is_innermost_refused(candidate: Candidate, others: Sequence[Candidate]) -> bool:
+def _is_innermost_refused(candidate: TileCandidate, others: Sequence[TileCandidate]) -> bool:
     """Whether no module inside the candidate is refused as well."""
     prefix = f"{candidate.module}."
     return not any(other.reason and other.module.startswith(prefix) for other in others)
