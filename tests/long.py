@@ -53,6 +53,8 @@ LONG: dict[str, str] = {
     r"(auto_[12]|few_auto_[03]|shallow_ring_[012]|concentric_2|mesh_1|ulysses_2|ulysses_ring_3|first_2)\]|"
     r"\[(dp2_[012]|token_1|offload_2|(offloaded_)?recompute_0|pretrained_2|offloaded_init_3|chunks_1|"
     r"bf16_2|resumed_1)\]",
+    "tests/integrations/test_deepspeed_policies.py": r"\[\w+_(zero[01]|entropy|by_layer)\]|"
+    r"\[(rloo_zero3|dpo_zero2|orpo_zero3)\]",
     "tests/integrations/test_experts_engines.py": "zero3|mixtral-ddp|qwen3_moe-fsdp2",
     "tests/integrations/test_generation_processes.py": "in_tensor_parallel|is_named",
     "tests/integrations/test_hetegen.py": r"deepspeeds_own_engine|is_restored\[10\]",

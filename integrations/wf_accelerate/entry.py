@@ -10,14 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from wf_accelerate.gradients import AveragedGradients
-from wf_accelerate.trl_trainers import (
-    connect_trl,
-    evaluated_models,
-    has_used_loaders,
-    refuse_options,
-    refuse_rollouts,
-    what_generates,
-)
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import own_group
 from wf_backends.launch import settle_at_exit
@@ -40,6 +32,17 @@ from wf_transformers.whole_batches.log_probabilities import (
     makes_log_probabilities,
 )
 from wf_transformers.whole_batches.trainer import TRAINER_METHODS, inner_loss_counted_once
+from wf_transformers.whole_batches.trl_trainers import (
+    attach_reference,
+    connect_trl,
+    draw_by_group,
+    evaluated_models,
+    has_used_loaders,
+    is_policy,
+    refuse_options,
+    refuse_rollouts,
+    what_generates,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -147,7 +150,10 @@ def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False
     handle = _connect(trainer.model, trainer.accelerator, config, whole_logits, trl)
     with handle.removed_on_error():
         if trl is not None:
-            connect_trl(trainer, handle, whole_logits)
+            if is_policy(trainer):
+                draw_by_group(trainer, handle.sp.size, handle.undo)
+            attach_reference(trainer, handle, whole_logits)
+            connect_trl(trainer, handle)
         _replace_steps(trainer, handle)
     # The Trainer holds the accelerator's method as it was before we replaced it
     options = getattr(trainer.gather_function, "keywords", {})

@@ -1,17 +1,16 @@
 """Runs scripts that call deepspeed.initialize themselves, by replacing functions while they run.
 
 Only `opened()` replaces functions: `deepspeed.initialize` (accelerate and the Hugging Face Trainer
-look it up when they call it), and the functions through which all ranks of a sequence-parallel
-group read the same samples with accelerate (`counted_by_group`). docs/limits.md lists them.
+look it up when they call it), the functions through which all ranks of a sequence-parallel group
+read the same samples with accelerate (`counted_by_group`), and methods of the Trainer
+(`trainers.py`). docs/limits.md lists them.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import importlib.util
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,34 +20,33 @@ import deepspeed
 import torch.distributed as dist
 from torch import nn
 
-from wf_deepspeed.config import BATCH_KEYS, KEY, load_config, read_block
+from wf_deepspeed.config import BATCH_KEYS, KEY, read_block
 from wf_deepspeed.entry import CONFIG_ARGUMENTS, find_config, initialize_with
 from wf_deepspeed.handle import WallFacer
-from wf_transformers import WholeBatchHooks, counted_by_group, temporarily_replace
-from wf_transformers.whole_batches.log_probabilities import generate_alone
-from wf_transformers.whole_batches.trainer import TRAINER_METHODS, hooks_on
+from wf_transformers import counted_by_group, temporarily_replace
+from wf_transformers.whole_batches.log_probabilities import LogProbabilityHooks, generate_alone
+from wf_transformers.whole_batches.trainer import hooks_on
 
 
 @contextmanager
 def opened() -> Iterator[None]:
     """In this context, scripts that do not import WallFacer run with the block of their JSON."""
     with ExitStack() as stack:
-        initialize = functools.partial(_initialize, stack)
-        stack.enter_context(temporarily_replace(deepspeed, "initialize", initialize))
+        stack.enter_context(temporarily_replace(deepspeed, "initialize", _initialize))
         if importlib.util.find_spec("accelerate"):
-            import accelerate
+            from accelerate import Accelerator
 
-            stack.enter_context(counted_by_group(accelerate.Accelerator, _sequence_parallel_size))
+            from wf_deepspeed.trainers import methods_replaced, sequence_parallel_size
+
+            stack.enter_context(counted_by_group(Accelerator, sequence_parallel_size))
+            stack.enter_context(methods_replaced())
         yield
 
 
 def _initialize(
-    stack: ExitStack, original: Callable[..., Any], *args: Any, **kwargs: Any
+    original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """Replace deepspeed.initialize: apply the block; the model then takes whole batches.
-
-    TRAINER_METHODS of the Hugging Face Trainer are replaced too, until `stack` closes.
-    """
+    """Replace deepspeed.initialize: apply the block; the model then takes whole batches."""
     call = inspect.signature(original).bind(*args, **kwargs)
     call.arguments.update(with_group_batch_size(call.arguments))
     if KEY not in find_config(call.arguments):
@@ -65,21 +63,10 @@ def _initialize(
         original, call.args, call.kwargs, whole_batches=True
     )
     if hasattr(engine, "wallfacer") and engine.wallfacer.block.dsp is None:
-        WholeBatchHooks(engine.module, engine.wallfacer)
-        if engine.zero_optimization_stage() < 3:  # parameters are whole
-            generate_alone(engine.module, engine.wallfacer, engine.wallfacer.first.changes)
-        if "transformers.trainer" in sys.modules:  # the script uses the Trainer
-            trainer_class = sys.modules["transformers.trainer"].Trainer
-            if not hasattr(trainer_class.compute_loss, "__wrapped__"):  # by an earlier engine
-                for name, function in TRAINER_METHODS.items():
-                    by_class = functools.partial(_on_class, function)
-                    stack.enter_context(temporarily_replace(trainer_class, name, by_class))
+        hooks = LogProbabilityHooks(engine.module, engine.wallfacer)
+        hooks.whole_without_labels = True  # until a trainer that makes log-probabilities takes it
+        generate_alone(engine.module, engine.wallfacer, engine.wallfacer.first.changes)
     return engine, optimizer, loader, scheduler
-
-
-def _on_class(function: Any, original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `function`, which replaces a method of one Trainer, for a method of the class."""
-    return function(trainer, functools.partial(original, trainer), *args, **kwargs)
 
 
 def with_group_batch_size(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,20 +93,3 @@ def with_group_batch_size(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if hasattr(script_args, name):
             setattr(script_args, name, None)
     return {"args": script_args, "config": corrected_config}
-
-
-def _sequence_parallel_size() -> int:
-    """Read sequence_parallel_size of accelerate's DeepSpeed configuration; 1 without a block."""
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import parse_flag_from_env
-
-    plugin = AcceleratorState().deepspeed_plugin
-    if plugin is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        raise ValueError(
-            f'Accelerator(cpu=True) leaves out DeepSpeed, and the "{KEY}" block of its JSON with '
-            "it: on CPUs call accelerate.PartialState(cpu=True) and then Accelerator(), without "
-            "cpu=True and without ACCELERATE_USE_CPU"
-        )
-    config = getattr(plugin, "deepspeed_config", None) or {}
-    block = read_block(load_config(config)) if KEY in config else None
-    return block.sequence_parallel.sequence_parallel_size if block else 1

@@ -75,19 +75,19 @@ def tokenized(rows: datasets.Dataset) -> datasets.Dataset:
     return rows.map(tokenize)
 
 
-def reference_model() -> Any:
+def reference_model(dtype: torch.dtype) -> Any:
     """A model with other weights than the one that is trained."""
-    model = tiny_llama().double().eval()
+    model = tiny_llama().to(dtype).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.1)
     return model
 
 
-def dpo(arguments: Options, options: Options) -> Any:
+def dpo(arguments: Options, options: Options, dtype: torch.dtype = torch.float64) -> Any:
     return recording(DPOTrainer)(
-        tiny_llama().double(),
-        reference_model(),
+        tiny_llama().to(dtype),
+        reference_model(dtype),
         DPOConfig(**arguments, **options, disable_dropout=True),
         train_dataset=preferences(),
         eval_dataset=preferences().select(range(4)),
@@ -101,10 +101,10 @@ def first_logits(evaluated: Any) -> dict[str, float]:
     return {"first_logits": float(abs(evaluated.predictions[:, :5]).mean())}
 
 
-def dpo_lora(arguments: Options, options: Options) -> Any:
+def dpo_lora(arguments: Options, options: Options, dtype: torch.dtype = torch.float64) -> Any:
     """The reference is the model without its adapter."""
     adapter = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    model = tiny_llama().double()
+    model = tiny_llama().to(dtype)
     torch.manual_seed(0)  # the trainer draws the adapter's weights
     trainer = recording(DPOTrainer)(
         model,
@@ -114,23 +114,27 @@ def dpo_lora(arguments: Options, options: Options) -> Any:
         train_dataset=preferences(),
         processing_class=make_tokenizer(),
     )
-    trainer.model.double()
+    trainer.model.to(dtype)
     return trainer
 
 
-def orpo(arguments: Options, options: Options) -> Any:
-    return without_reference(trl.ORPOTrainer, trl.ORPOConfig, arguments, options)
+def orpo(arguments: Options, options: Options, dtype: torch.dtype = torch.float64) -> Any:
+    return without_reference(trl.ORPOTrainer, trl.ORPOConfig, arguments, options, dtype)
 
 
-def cpo(arguments: Options, options: Options) -> Any:
-    return without_reference(trl.CPOTrainer, trl.CPOConfig, arguments, options)
+def cpo(arguments: Options, options: Options, dtype: torch.dtype = torch.float64) -> Any:
+    return without_reference(trl.CPOTrainer, trl.CPOConfig, arguments, options, dtype)
 
 
 def without_reference(
-    trainer_class: type, config_class: type, arguments: Options, options: Options
+    trainer_class: type,
+    config_class: type,
+    arguments: Options,
+    options: Options,
+    dtype: torch.dtype,
 ) -> Any:
     return recording(trainer_class)(
-        tiny_llama().double(),
+        tiny_llama().to(dtype),
         config_class(**arguments, **options, max_length=64, max_prompt_length=32),
         train_dataset=preferences(),
         processing_class=make_tokenizer(),
@@ -142,21 +146,29 @@ def count_descents(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[fl
     return [float(sum(a > b for a, b in zip(ids, ids[1:], strict=False))) for ids in completion_ids]
 
 
-def grpo(arguments: Options, options: Options) -> Any:
-    return policy_trainer(GRPOTrainer, GRPOConfig, arguments, options)
+def grpo(arguments: Options, options: Options, dtype: torch.dtype = torch.float64) -> Any:
+    return policy_trainer(GRPOTrainer, GRPOConfig, arguments, options, dtype)
 
 
-def rloo(arguments: Options, options: Options) -> Any:
-    return policy_trainer(trl.RLOOTrainer, trl.RLOOConfig, arguments, options)
+def rloo(arguments: Options, options: Options, dtype: torch.dtype = torch.float64) -> Any:
+    return policy_trainer(trl.RLOOTrainer, trl.RLOOConfig, arguments, options, dtype)
 
 
 def policy_trainer(
-    trainer_class: type, config_class: type, arguments: Options, options: Options
+    trainer_class: type,
+    config_class: type,
+    arguments: Options,
+    options: Options,
+    dtype: torch.dtype,
 ) -> Any:
     lengths = {"max_completion_length": 20}
     lengths |= {} if HAS_FUSED_HEAD else {"max_prompt_length": 16}  # TRL 1.16 has no such option
     config = config_class(**arguments, **options, **lengths)  # it starts the job: before its state
-    policy, folder, job = tiny_llama().double(), f"{arguments['output_dir']}-policy", PartialState()
+    policy, folder, job = (
+        tiny_llama().to(dtype),
+        f"{arguments['output_dir']}-policy",
+        PartialState(),
+    )
     if job.is_main_process:
         policy.save_pretrained(folder)  # TRL loads its reference from there
     job.wait_for_everyone()
@@ -169,35 +181,35 @@ def policy_trainer(
         processing_class=make_tokenizer("left"),
     )
     if trainer.ref_model is not None:
-        trainer.ref_model.double()
+        trainer.ref_model.to(dtype)
     return trainer
 
 
-def reward(arguments: Options, options: Options) -> Any:
+def reward(arguments: Options, options: Options, dtype: torch.dtype = torch.float64) -> Any:
     return recording(RewardTrainer)(
-        reward_model().double(),
+        reward_model().to(dtype),
         RewardConfig(**arguments, **options, max_length=64),
         train_dataset=preferences() if HAS_FUSED_HEAD else tokenized(preferences()),
         processing_class=make_tokenizer(),
     )
 
 
-def kto(arguments: Options, options: Options) -> Any:
+def kto(arguments: Options, options: Options, dtype: torch.dtype = torch.float64) -> Any:
     rows = [
         {"prompt": row["prompt"], "completion": row[answer], "label": answer == "chosen"}
         for row in preferences()
         for answer in ("chosen", "rejected")
     ]
     return recording(trl.KTOTrainer)(
-        tiny_llama().double(),
-        reference_model(),
+        tiny_llama().to(dtype),
+        reference_model(dtype),
         trl.KTOConfig(**arguments, **options),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=make_tokenizer(),
     )
 
 
-TRAINERS: dict[str, Callable[[Options, Options], Any]] = {
+TRAINERS: dict[str, Callable[..., Any]] = {
     "dpo": dpo,
     "dpo_lora": dpo_lora,
     "orpo": orpo,

@@ -96,10 +96,11 @@ with pytest.raises(ValueError, match="which cpu=True leaves out"):
 """
 
 GENERATES = """
-import deepspeed, torch, wf_deepspeed
+import sys, deepspeed, torch, wf_deepspeed
 from tests.integrations.deepspeed_jobs import tiny_llama
 adam = {"type": "AdamW", "params": {"torch_adam": True}}
-config = {"train_batch_size": 1, "optimizer": adam, "zero_optimization": {"stage": 2}}
+config = {"train_batch_size": 1, "optimizer": adam}
+config["zero_optimization"] = {"stage": int(sys.argv[1])}
 ids, options = torch.arange(8)[None], {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
 expected = tiny_llama().generate(ids, **options)
 with wf_deepspeed.without_shared_memory_op(), wf_deepspeed.opened():
@@ -168,9 +169,10 @@ def test_a_deepspeed_config_that_accelerate_leaves_out_is_refused() -> None:
     run_ranks(["-c", LEFT_OUT], 1)
 
 
-def test_a_model_generates_as_without_us() -> None:
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_a_model_generates_as_without_us(stage: str) -> None:
     """In an evaluation of a Trainer with `predict_with_generate`, or a callback."""
-    run_ranks(["-c", GENERATES], 1)
+    run_ranks(["-c", GENERATES, stage], 1)
 
 
 def test_opened_restores_the_functions_that_it_replaces() -> None:

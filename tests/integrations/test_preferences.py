@@ -27,11 +27,11 @@ from tests.integrations.accelerate_jobs import Results  # noqa: E402
 from tests.integrations.deepspeed_jobs import tiny_llama  # noqa: E402
 from tests.integrations.trl_jobs import CONCENTRIC, run_trl  # noqa: E402
 from tests.long import selected_cases  # noqa: E402
-from wf_accelerate.trl_trainers import set_generation_batch  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_transformers import Handle, attach_model  # noqa: E402
 from wf_transformers.comparison.changes import Changes  # noqa: E402
 from wf_transformers.whole_batches.log_probabilities import generate_alone  # noqa: E402
+from wf_transformers.whole_batches.trl_trainers import connect_trl, set_generation_batch  # noqa: E402
 
 TWO_GROUPS = {"sequence_parallel_size": 2, "route": "ring"}
 ACCUMULATION = {"gradient_accumulation_steps": 2}
@@ -171,7 +171,7 @@ def test_an_evaluation_has_completions_of_its_own_number(
     handle = Handle(SequenceParallel(SequenceParallelConfig(sequence_parallel_size=1)))
     message = "eval_batch_size = 3 must be a multiple of num_generations_eval = 2"
     with pytest.raises(ValueError, match=message) if refused else nullcontext():
-        set_generation_batch(trainer, 1, handle)
+        set_generation_batch(trainer, 1, handle.undo)
 
 
 def test_an_evaluation_of_other_data_may_not_split_completions_of_a_prompt(tmp_path: Path) -> None:
@@ -214,7 +214,15 @@ def test_a_deviation_over_all_ranks_is_refused(tmp_path: Path, option: str, valu
     handle = Handle(SequenceParallel(SequenceParallelConfig(sequence_parallel_size=1)))
     setattr(trainer.args, option, value)
     with pytest.raises(NotImplementedError, match=f"{option}={value!r}: TRL divides"):
-        set_generation_batch(trainer, 2, handle)
+        set_generation_batch(trainer, 2, handle.undo)
+
+
+def test_a_mean_over_tokens_beside_a_loss_of_its_own_is_refused(tmp_path: Path) -> None:
+    """DeepSpeed's block has the option, and would not heed it."""
+    handle = Handle(SequenceParallel(SequenceParallelConfig(sequence_parallel_size=1)))
+    handle.averages_tokens = True
+    with pytest.raises(NotImplementedError, match='"loss_average": "token" with Recording'):
+        connect_trl(make_grpo_trainer(tmp_path), handle)
 
 
 def test_remove_restores_a_grpo_trainer(tmp_path: Path) -> None:

@@ -29,13 +29,13 @@ from tests.integrations.transformers_models import (  # noqa: E402
     sequence_parallel,
     stay_in_float64,
 )
-from wf_accelerate.trl_trainers import connect_trl  # noqa: E402
 from wf_transformers.comparison.changes import Changes  # noqa: E402
 from wf_transformers.whole_batches.log_probabilities import (  # noqa: E402
     LogProbabilityHooks,
     generate_alone,
 )
 from wf_transformers.whole_batches.sharded_logits import log_softmax_of  # noqa: E402
+from wf_transformers.whole_batches.trl_trainers import attach_reference  # noqa: E402
 
 VOCAB, SAMPLES, SEQLEN, COMPLETION = 96, 3, 26, 11
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB}
@@ -265,7 +265,7 @@ def test_the_reference_of_a_trainer_with_whole_logits_has_them_too() -> None:
 
     def rank(comm: Any) -> None:
         with attach_with_hooks(model, sequence_parallel(comm)) as handle:
-            connect_trl(trainer, handle, whole_logits=True)
+            attach_reference(trainer, handle, whole_logits=True)
             batch = padded_batch(on_the_left=False)
             assert isinstance(trainer.ref_model(**batch).logits, Tensor)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -24,60 +24,13 @@ from tests.integrations.transformers_models import (  # noqa: E402  # noqa: E402
 )
 from wf_transformers import WholeBatchHooks, attach  # noqa: E402
 from wf_transformers.comparison.dropout import restored_draws  # noqa: E402
-from wf_transformers.whole_batches.log_probabilities import (  # noqa: E402
-    LogProbabilityHooks,
-    generate_alone,
-)
+from wf_transformers.whole_batches.log_probabilities import generate_alone  # noqa: E402
 from wf_transformers.whole_batches.trainer import (  # noqa: E402
     compared_first,
     counted_once,
     inner_loss_counted_once,
     loss_only,
 )
-
-
-@pytest.mark.parametrize("evaluated", [None, [1]])
-def test_evaluations_that_generate_are_refused_before_the_first_step(evaluated: Any) -> None:
-    """Of a Trainer with DeepSpeed's block; without a dataset it trains."""
-    model = torch.nn.ModuleDict({"as PEFT's around": tiny_llama()})
-    handle = attach(model, one_rank(), verify=False)
-    WholeBatchHooks(model, handle)
-    arguments = SimpleNamespace(predict_with_generate=True)
-    trainer = SimpleNamespace(args=arguments, eval_dataset=evaluated)
-
-    def step(*_: Any) -> str:
-        return "trained"
-
-    if evaluated is None:
-        assert compared_first(trainer, step, model, {}) == "trained"
-        return
-    with pytest.raises(NotImplementedError, match="predict_with_generate=True with DeepSpeed"):
-        compared_first(trainer, step, model, {})
-    generate_alone(model, handle, handle.first.changes)
-    assert compared_first(trainer, step, model, {}) == "trained"
-
-
-@pytest.mark.parametrize(
-    ("ranks", "hooks", "outcome"),
-    [
-        (1, WholeBatchHooks, nullcontext()),
-        (2, LogProbabilityHooks, nullcontext()),
-        (2, WholeBatchHooks, pytest.raises(NotImplementedError, match="GRPO with DeepSpeed's")),
-    ],
-)
-def test_policies_of_trl_whose_ranks_draw_from_other_seeds_are_refused(
-    ranks: int, hooks: type, outcome: AbstractContextManager[Any]
-) -> None:
-    """Before the rollout, after which the ranks would not agree about their completions."""
-    policy = type("GRPO", (SimpleNamespace,), {"__module__": "trl.trainer.grpo_trainer"})
-
-    def rank(comm: Any) -> None:
-        model = tiny_llama()
-        hooks(model, attach(model, sequence_parallel(comm), verify=False))
-        compared_first(policy(args=None, num_generations=2), lambda *_: None, model, {})
-
-    with outcome:
-        run_threads(ranks, rank)
 
 
 def test_a_loss_that_generates_and_draws_is_compared() -> None:

@@ -95,7 +95,7 @@ class LogProbabilityHooks(WholeBatchHooks):
 
     Without labels the model returns `ShardedLogits`, or the values of a fused head for every token.
     Padding may be on the left: it is moved to the right of each sample. Positions are those of one
-    device, where most models count padding.
+    device, where most models count padding. With `whole_without_labels` all is as in the base.
     """
 
     whole_without_labels = False
@@ -105,6 +105,8 @@ class LogProbabilityHooks(WholeBatchHooks):
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         arguments = by_name(self._names, args, kwargs)
         self._request, fused_head = None, bool(arguments.get(FUSED))
+        if self.whole_without_labels:
+            return super()._before(model, (), arguments)
         has_labels = arguments.get("labels") is not None
         wants_whole = self.always_whole or any(map(has_fused_head, outermost(model)))
         if wants_whole and not (fused_head or has_labels):

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from wf_backends.parallel import count_valid
 from wf_transformers.comparison.runs import LOSS
-from wf_transformers.models import outermost
 from wf_transformers.rng import generators_of
 from wf_transformers.whole_batches.custom_loss import NUM_ITEMS
 from wf_transformers.whole_batches.hooks import GROUP_SIZE, WHOLE_LOGITS, WholeBatchHooks
@@ -116,8 +115,6 @@ def compared_first(
 ) -> Any:
     """Replaces the Trainer's `training_step`: compares the loss before the first step."""
     hooks = hooks_on(model)
-    if hooks is not None:
-        _refuse_generating(trainer, hooks)
     if hooks is not None and hooks.handle.awaits_first:
         counts_labels = (args[0] if args else kwargs.get(NUM_ITEMS)) is not None
         with _restored_counts(trainer):
@@ -143,27 +140,6 @@ TRAINER_METHODS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )
 """Methods of a Trainer, and what replaces them: functions of the trainer, the method and its
 arguments."""
-
-
-def _refuse_generating(trainer: Any, hooks: WholeBatchHooks) -> None:
-    """Refuse evaluations that generate with a model whose `generate` was not replaced, and TRL's
-    policies, which draw from a seed of each process, if nobody made the ranks draw alike."""
-    generates = getattr(trainer.args, "predict_with_generate", False)
-    evaluates = getattr(trainer, "eval_dataset", None) is not None
-    own = [model for model in outermost(hooks.model) if "generate" not in vars(model)]
-    if generates and evaluates and own:
-        raise NotImplementedError(
-            "predict_with_generate=True with DeepSpeed's block at ZeRO 3: each rank would generate "
-            "by itself, which needs whole parameters; leave it out, or eval_dataset, or take ZeRO 2"
-        )
-    is_of_trl = any(cls.__module__.startswith("trl.") for cls in type(trainer).__mro__)
-    is_policy = is_of_trl and hasattr(trainer, "num_generations")
-    is_connected = not hooks.whole_without_labels  # for log-probabilities
-    if is_policy and hooks.handle.sp.size > 1 and not is_connected:
-        raise NotImplementedError(
-            f"{type(trainer).__name__} with DeepSpeed's block: every rank of a sequence would "
-            "generate other completions; train under DDP, with wf_accelerate.connect_trainer"
-        )
 
 
 def _loss(

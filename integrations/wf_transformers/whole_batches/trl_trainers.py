@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,10 @@ from accelerate.state import PartialState
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
-from wf_transformers import Handle, attach_model
 from wf_transformers.comparison.changes import Changes
+from wf_transformers.entry import attach_model
+from wf_transformers.handle import Handle
+from wf_transformers.replace import set_until
 from wf_transformers.whole_batches.loaders import gathering_by_group
 from wf_transformers.whole_batches.log_probabilities import (
     LogProbabilityHooks,
@@ -53,26 +56,44 @@ def has_used_loaders(trainer: Any) -> bool:
     return bool(getattr(trainer.args, "precompute_ref_log_probs", False))
 
 
-def connect_trl(trainer: Any, handle: Handle, whole_logits: bool) -> None:
-    """Make a trainer train the model of `handle`, and attach its reference model."""
-    sp, reference = handle.sp, reference_of(trainer)
+def is_policy(trainer: Any) -> bool:
+    """Whether a trainer of `connect_trl` generates what it trains on (GRPO, RLOO)."""
+    return hasattr(trainer, "num_generations")
+
+
+def connect_trl(trainer: Any, handle: Handle) -> None:
+    """Make a trainer train the model of `handle`, which has `LogProbabilityHooks`."""
+    if handle.averages_tokens:
+        raise NotImplementedError(
+            f'"loss_average": "token" with {type(trainer).__name__}, which computes a loss of its '
+            "own from log-probabilities: leave it out"
+        )
     handle.first = None  # the model is called without labels, so there is no loss to compare
-    if hasattr(trainer, "num_generations"):
-        set_generation_batch(trainer, sp.size, handle)
-        # TRL's seed is another for each process; the ranks of a sequence must draw alike
-        set_seed(trainer.args.seed + handle.data_parallel_rank)
-        rewards = partial(_rewards_of_first_ranks, trainer, sp.size)
+    if is_policy(trainer):
+        rewards = partial(_rewards_of_first_ranks, trainer, handle.sp.size)
         handle.replace(trainer, "_calculate_rewards", rewards)
         if hasattr(trainer, ENTROPY_MASK):
             handle.replace(trainer, ENTROPY_MASK, partial(gathering_by_group, trainer.accelerator))
+    take_sharded_logits(trainer, handle)
+
+
+def attach_reference(trainer: Any, handle: Handle, whole_logits: bool) -> None:
+    """Attach the reference model of a trainer, if it has one, to the ranks of `handle`."""
+    reference = reference_of(trainer)
     if reference is not None:
         changes = Changes(reference)
         with changes.recorded():
-            attached = attach_model(reference, sp)
+            attached = attach_model(reference, handle.sp)
             handle.undo.callback(attached.remove)
             LogProbabilityHooks(reference, attached, whole_logits)
         generate_alone(reference, handle, changes)
-    take_sharded_logits(trainer, handle)
+
+
+def draw_by_group(trainer: Any, size: int, undo: ExitStack) -> None:
+    """Make the ranks of a sequence draw the same prompts and completions: `set_generation_batch`,
+    and one seed for each group, where TRL has one for each process."""
+    set_generation_batch(trainer, size, undo)
+    set_seed(trainer.args.seed + PartialState().process_index // size)
 
 
 def what_generates(trainer: Any) -> list[str]:
@@ -117,8 +138,9 @@ def refuse_options(trainer: Any) -> None:
         )
 
 
-def set_generation_batch(trainer: Any, size: int, handle: Handle) -> None:
-    """Divide TRL's generation batch by the ranks of a sequence: they generate the same samples."""
+def set_generation_batch(trainer: Any, size: int, undo: ExitStack) -> None:
+    """Divide TRL's generation batch by the ranks of a sequence, which generate the same samples,
+    until `undo` closes."""
     args = trainer.args
     for key, value in OVER_ALL_SAMPLES:
         if size > 1 and getattr(args, key, None) == value:
@@ -131,7 +153,7 @@ def set_generation_batch(trainer: Any, size: int, handle: Handle) -> None:
     _refuse_split_completions(name, samples, "num_generations", args.num_generations)
     if trainer.eval_dataset is not None:
         _refuse_split_evaluation(args, args.per_device_eval_batch_size)
-    handle.set(args, "generation_batch_size", args.generation_batch_size // size)
+    set_until(undo, args, "generation_batch_size", args.generation_batch_size // size)
 
 
 def _refuse_split_evaluation(args: Any, samples: int) -> None:
