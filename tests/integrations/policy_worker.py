@@ -6,7 +6,6 @@ the keys of those of preference_worker.py, further "arguments" of the trainer, a
 """
 
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +41,7 @@ def train(case: dict[str, Any], folder: str) -> dict[str, Any]:
     arguments |= case.get("arguments", {})
     if case["zero"] is not None:
         arguments["deepspeed"] = deepspeed_config(case)
-    with ExitStack() as stack:
-        stack.enter_context(wf_deepspeed.without_shared_memory_op())
-        stack.enter_context(wf_deepspeed.opened())
+    with wf_deepspeed.opened():
         trainer = preference_worker.TRAINERS[case["trainer"]](
             arguments, case["options"], torch.float32
         )
@@ -81,5 +78,6 @@ def flat_parameters(model: torch.nn.Module) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    start()  # as python -m wf_deepspeed does
-    run_cases(Path(sys.argv[1]), train)
+    with wf_deepspeed.without_shared_memory_op():
+        start()  # as python -m wf_deepspeed does
+        run_cases(Path(sys.argv[1]), train)
