@@ -157,6 +157,23 @@ def test_peak_of_masked_scores_holds_under_torch_compile() -> None:
         assert profiled_peak(lambda: compiled(x)) <= 1.05 * chunked.plan.peak
 
 
+def test_attention_of_slices_is_fused_under_torch_compile() -> None:
+    """As that of the whole model: no scores are stored."""
+
+    def attend(x: Tensor, *linears: nn.Module) -> Tensor:
+        q, k, v = (linear(x).unflatten(-1, (8, -1)).transpose(1, 2) for linear in linears)
+        return (q @ k.transpose(2, 3) * 0.1).softmax(-1) @ v
+
+    model = Lambda(attend, *(nn.Linear(64, 64) for _ in range(3))).eval()
+    x = torch.randn(1, 512, 64)
+    chunked = autochunk(model, (x,), max_memory=0.6, max_slowdown=ANY_SLOWDOWN)
+    assert chunked.plan.regions
+    compiled = torch.compile(chunked)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+        assert profiled_peak(lambda: compiled(x)) < 0.2 * chunked.plan.peak
+
+
 def test_inputs_of_a_region_are_computed_once_under_torch_compile() -> None:
     """inductor computed inputs that slices read whole again in each slice, from q, k and v."""
 

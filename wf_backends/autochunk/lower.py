@@ -21,7 +21,7 @@ from wf_backends.autochunk.ordering import store_values
 from wf_backends.autochunk.plan import ChunkedPart
 from wf_backends.autochunk.region import Bodies, ChunkedRegion, Region, region_key
 from wf_backends.autochunk.search import candidate_in
-from wf_backends.autochunk.slicing import join_group_norms
+from wf_backends.autochunk.slicing import join_group_norms, with_permutations
 
 Profile = tuple[tuple[str, int], ...]  # (module's path, live bytes) at each operator
 
@@ -47,6 +47,7 @@ def lower(graph: fx.Graph, regions: Sequence[Region], effects: Effects) -> Lower
     bodies = Bodies(effects)
     by_key: dict[str, tuple[ChunkedRegion, Effect]] = {}
     for region in regions:
+        region = replace(region, flow=with_permutations(region.flow, region.overwritten))
         key = region_key(region)
         if key not in by_key:
             module = ChunkedRegion(region, bodies)

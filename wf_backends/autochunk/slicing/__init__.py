@@ -14,6 +14,7 @@ from wf_backends.autochunk.slicing.flow import (
     Value,
     needed_rows,
     trace,
+    with_permutations,
 )
 from wf_backends.autochunk.slicing.group_norm import join_group_norms, split_group_norms
 from wf_backends.autochunk.slicing.rules import (
@@ -48,6 +49,7 @@ __all__ = [
     "split_group_norms",
     "trace",
     "view_base",
+    "with_permutations",
     "writes",
     "written",
 ]

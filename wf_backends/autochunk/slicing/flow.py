@@ -17,7 +17,10 @@ from functools import cached_property
 
 from torch import Tensor, fx
 
+from wf_backends.autochunk.slicing.call import aten
 from wf_backends.autochunk.slicing.rules import Source, Value, alignment, sources
+
+PERMUTATIONS = aten.permute.default, aten.transpose.int
 
 RowsByValue = dict[Value, tuple[int, int]]  # rows [lo, hi) of each value that a slice needs
 
@@ -125,6 +128,27 @@ def trace(window: Sequence[fx.Node], dim: int) -> Flow | None:
             if needs.setdefault(source.node, source_need) != source_need:
                 needs[source.node] = None  # two readers need it sliced differently
     return Flow(tuple(reversed(operators))) if operators else None
+
+
+def with_permutations(flow: Flow, kept: fx.Node | None) -> Flow:
+    """The flow and the permutations of its sliced inputs that nothing else reads, without `kept`.
+
+    torch's compiler makes fused attention of a slice only if no cut is between the permutation of
+    the keys and their product.
+    """
+    operators, inputs = [*flow.operators], [*flow.inputs]
+    while inputs:
+        node, dim = inputs.pop()
+        if dim is None or node is kept or node.target not in PERMUTATIONS:
+            continue
+        readers = [(op, s) for op in operators for s in op.sources if s.node is node]
+        needs = {(source.dim, op.scale * source.scale) for op, source in readers}
+        node_sources = sources(node, dim)
+        if node_sources and len(needs) == 1 and node.users.keys() <= {op.node for op, _ in readers}:
+            ((_, scale),) = needs
+            operators.insert(0, SlicedOperator(node, dim, scale, node_sources))
+            inputs.append(node_sources[0].value)
+    return Flow(tuple(operators))
 
 
 def needed_rows(flow: Flow, lo: int, hi: int) -> RowsByValue:
