@@ -294,6 +294,24 @@ def test_an_error_of_a_worker_is_raised_at_once_and_once_in_the_callers_thread(
     handle.remove()
 
 
+def test_a_caller_that_holds_the_gil_while_a_worker_fails_raises_right_afterwards() -> None:
+    """It may be waiting for these outputs: the worker gives them to it without Python."""
+    sleep_with_gil = ctypes.PyDLL(None).usleep
+    ready, done = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    seconds = torch.zeros((), dtype=torch.float64)
+    thread = worker._extension().Worker(ready, done, seconds, worker.raise_in_thread)
+    out = torch.zeros(2, 3)
+    task = thread.look_up(torch.ones(4, 3), torch.tensor([1, 99]), out)
+    with pytest.raises(RuntimeError, match="are NaN.*index out of range"):
+        ready.fill_(task)
+        sleep_with_gil(2_000_000)  # microseconds; the worker waits for the GIL for one second
+        time.sleep(0.1)
+        pytest.fail("nothing was raised")
+    assert thread.has_raised() and out.isnan().all()
+    thread.close()
+    assert int(done) == task
+
+
 def test_rows_whose_copy_failed_after_a_call_are_copied_again_by_the_next() -> None:
     model, x, count = MLP(), torch.randn(1, 64), Counter[str]()
     device = Accelerator(RATES, EmulatedStreams(flags=True))
