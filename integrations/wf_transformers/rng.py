@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import ExitStack
 from math import sqrt
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Generator, Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers.configuration_utils import PretrainedConfig
@@ -77,6 +80,24 @@ def generators_of(device: torch.device) -> list[Generator]:
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
     return generators
+
+
+def draw_alike(size: int, device: torch.device) -> None:
+    """Have the ranks of each group go on with the random numbers of its first rank: those of torch
+    on the host and on `device`, of Python and of NumPy. Collective over the default group.
+
+    Args:
+        size: the number of ranks in a group of consecutive ranks.
+    """
+    generators = generators_of(device)
+    states = [x.get_state() for x in generators], random.getstate(), np.random.get_state()
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, states)
+    torch_states, python_state, numpy_state = by_rank[dist.get_rank() // size * size]
+    for generator, state in zip(generators, torch_states, strict=True):
+        generator.set_state(state)
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
 
 
 def scale_noise(undo: ExitStack, model: nn.Module, local_seqlen: int, seqlen: int) -> None:

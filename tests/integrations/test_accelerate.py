@@ -33,8 +33,29 @@ with wf_accelerate.counted_by_group(accelerator, lambda: 2):
     prepared = accelerator.prepare(loader)
 torch.manual_seed(0)
 expected = torch.cat(list(loader))
-torch.manual_seed(dist.get_rank())  # as load_state of one rank's checkpoint leaves them
+torch.manual_seed(dist.get_rank())  # as set_seed(..., device_specific=True) does
 assert torch.cat(list(prepared)).equal(expected)
+"""
+LOADED = """
+import os, random, sys
+import numpy, torch, torch.distributed as dist, wf_accelerate
+from accelerate import Accelerator
+accelerator, folder = Accelerator(cpu=True), sys.argv[1]
+def draws():
+    return float(torch.rand(1)), random.random(), float(numpy.random.rand())
+for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+    seed(dist.get_rank())
+accelerator.save_state(folder)
+if dist.get_rank() == 0:
+    os.remove(f"{folder}/random_states_1.pkl")  # as if a job of one rank had saved
+expected = draws()
+accelerator.wait_for_everyone()
+with wf_accelerate.counted_by_group(accelerator, lambda: 2):
+    accelerator.load_state(folder)
+loaded = [None, None]
+dist.all_gather_object(loaded, draws())
+assert loaded[0] == loaded[1]
+assert dist.get_rank() or loaded[0] == expected
 """
 CONCENTRIC = {"sequence_parallel_size": 4, "route": {"name": "concentric", "team_size": 2}}
 RING = {"sequence_parallel_size": 2, "route": {"name": "ring"}, "verify": False}
@@ -189,3 +210,8 @@ def test_the_example_trains_alike_on_one_and_on_four_ranks(tmp_path: Path) -> No
 
 def test_ranks_of_a_sequence_shuffle_as_the_first_one() -> None:
     run_ranks(["-c", SHUFFLED], 2)
+
+
+def test_ranks_of_a_sequence_draw_alike_after_load_state(tmp_path: Path) -> None:
+    """Also if fewer ranks saved: the others have no random numbers in the folder."""
+    run_ranks(["-c", LOADED, str(tmp_path)], 2)

@@ -29,7 +29,7 @@ from wf_backends import SequenceParallel  # noqa: E402
 from wf_transformers import WholeBatchHooks, attach  # noqa: E402
 from wf_transformers.rng import RankRng, uses_rng_in_training  # noqa: E402
 from wf_transformers.whole_batches.hooks import GROUP_SIZE  # noqa: E402
-from wf_transformers.whole_batches.trainer import drawing_alike  # noqa: E402
+from wf_transformers.whole_batches.trainer import resuming  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -115,8 +115,9 @@ def draws_after_loading(comm: Any) -> list[float]:
     """Draws of ranks with seeds of their own, two of which share a sequence."""
     model = torch.nn.Linear(1, 1)
     vars(model)[GROUP_SIZE] = 2
-    trainer = SimpleNamespace(model=model, args=SimpleNamespace(device=CPU))
-    drawing_alike(trainer, lambda _: set_seed(comm.rank), "checkpoint")
+    args = SimpleNamespace(device=CPU)
+    trainer = SimpleNamespace(model=model, args=args, is_world_process_zero=lambda: False)
+    resuming(trainer, lambda _: set_seed(comm.rank), "checkpoint")
     return draws()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from contextlib import nullcontext
 from copy import deepcopy
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from wf_transformers.whole_batches.trainer import (  # noqa: E402
     counted_once,
     inner_loss_counted_once,
     loss_only,
+    resuming,
 )
 
 
@@ -179,3 +181,43 @@ def test_a_trainer_with_its_own_compute_loss_counts_a_group_once(
         return inner_loss_counted_once(trainer, function, {}, {}, **options).item()
 
     assert run_threads(2, rank) == [expected, expected]
+
+
+def warnings_of_resuming(loader: Any, accumulation: int, step: int, epoch: float) -> list[str]:
+    """What a Trainer says that resumes from a checkpoint at `step` and `epoch`."""
+    args = SimpleNamespace(ignore_data_skip=False, gradient_accumulation_steps=accumulation)
+    trainer = SimpleNamespace(
+        args=args,
+        model=torch.nn.Linear(1, 1),
+        callback_handler=SimpleNamespace(train_dataloader=loader),
+        state=SimpleNamespace(global_step=step, epoch=epoch),
+        is_world_process_zero=lambda: True,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resuming(trainer, lambda _: None, "checkpoint")
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("batches", "accumulation", "step", "epoch"),
+    [(12, 1, 5, 5 / 12), (24, 2, 5, 5 / 12), (17, 8, 5, 1 + 16 / 17), (24, 2, 12, 1.0)],
+    ids=["in an epoch", "other ranks", "smaller last steps", "end of an epoch"],
+)
+def test_a_trainer_that_resumes_with_steps_of_the_same_size_says_nothing(
+    batches: int, accumulation: int, step: int, epoch: float
+) -> None:
+    assert not warnings_of_resuming(range(batches), accumulation, step, epoch)
+
+
+@pytest.mark.parametrize(
+    ("batches", "step", "epoch", "instead"),
+    [(24, 5, 5 / 12, 2), (24, 1, 1 / 12, 2), (6, 5, 5 / 12, 0.5), (16, 48, 4.0, 1.333)],
+)
+def test_a_trainer_that_resumes_with_steps_of_another_size_warns(
+    batches: int, step: int, epoch: float, instead: float
+) -> None:
+    """It would read samples twice or leave some out, unless it begins the epoch again."""
+    (warning,) = warnings_of_resuming(range(batches), 1, step, epoch)
+    assert f"gradient_accumulation_steps=1 would have to be {instead}" in warning
+    assert f"{step} steps before the checkpoint" in warning

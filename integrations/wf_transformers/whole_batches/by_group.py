@@ -18,6 +18,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor
 
 from wf_transformers.replace import set_until, temporarily_replace
+from wf_transformers.rng import draw_alike
 
 Function = Callable[..., Any]
 
@@ -85,7 +86,7 @@ def _prepare_data_loader(size: int, original: Function, *args: Any, **kwargs: An
     }
     sampler = getattr(args[0], "sampler", None)
     if by_group["num_processes"] == 1 and getattr(sampler, "generator", sampler) is None:
-        # It draws torch's numbers, which load_state restores on the ranks that were saved alone
+        # It draws torch's numbers, of which the ranks of a job have other ones if it seeds by rank
         by_group["rng_types"] = [*(kwargs.get("rng_types") or []), "torch"]
     with ExitStack() as stack:
         if kwargs.get("dispatch_batches") is None:  # an IterableDataset as if rank 0 dispatched it
@@ -130,11 +131,20 @@ def _step_by_group(size: int, step: Function, *args: Any, **kwargs: Any) -> None
         step(*args, **kwargs)
 
 
+def _load_accelerator_state(size: int, original: Function, *args: Any, **kwargs: Any) -> Any:
+    """accelerate's states. Ranks of a group then draw alike: a job of other ranks saved other
+    random numbers for them, or none."""
+    attributes = original(*args, **kwargs)
+    draw_alike(size, PartialState().device)
+    return attributes
+
+
 FUNCTIONS: Mapping[str, Mapping[str, Function]] = MappingProxyType(
     {
         "prepare_data_loader": {"prepare_data_loader": _prepare_data_loader},
         "prepare_scheduler": {"AcceleratedScheduler": _scheduler},
         "_prepare_deepspeed": {"AcceleratedScheduler": _scheduler},  # it makes its own
+        "load_state": {"load_accelerator_state": _load_accelerator_state},
         "gather_for_metrics": {"gather": _gather, "gather_object": _gather_object},
     }
 )

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from math import ceil
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.trainer_utils import has_length
 
 from wf_backends.parallel import count_valid
 from wf_transformers.comparison.runs import LOSS
-from wf_transformers.rng import generators_of
+from wf_transformers.rng import draw_alike
 from wf_transformers.whole_batches.custom_loss import NUM_ITEMS
 from wf_transformers.whole_batches.hooks import GROUP_SIZE, WHOLE_LOGITS, WholeBatchHooks
 from wf_transformers.whole_batches.loaders import gathering_by_group
@@ -83,22 +83,39 @@ def _group_size(model: nn.Module) -> int:
     return next((vars(m)[GROUP_SIZE] for m in model.modules() if GROUP_SIZE in vars(m)), 1)
 
 
-def drawing_alike(trainer: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Replaces the Trainer's `_load_rng_state`: the ranks of a sequence go on with the random
-    numbers of its first rank. A job of other ranks saved other numbers for them, or none."""
+def resuming(trainer: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Replaces the Trainer's `_load_rng_state`, which it calls once, when it resumes. A job of other
+    ranks saved other numbers for the ranks of a sequence, or none."""
     original(*args, **kwargs)
     size = _group_size(trainer.model)
-    if size == 1:
+    if size > 1:
+        draw_alike(size, trainer.args.device)
+    if trainer.is_world_process_zero():
+        warn_of_other_steps(trainer)
+
+
+def warn_of_other_steps(trainer: Any) -> None:
+    """Warn if steps before the checkpoint read another number of samples than those of this job.
+
+    The Trainer skips as many steps of an epoch as were made. With steps of another size it reads
+    samples again or leaves some out. A loader without a length does not show the size.
+    """
+    loader, step = trainer.callback_handler.train_dataloader, trainer.state.global_step
+    if trainer.args.ignore_data_skip or not has_length(loader):
         return
-    generators = generators_of(trainer.args.device)
-    states = [x.get_state() for x in generators], random.getstate(), np.random.get_state()
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, states)
-    torch_states, python_state, numpy_state = by_rank[dist.get_rank() // size * size]
-    for generator, state in zip(generators, torch_states, strict=True):
-        generator.set_state(state)
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
+    accumulation = trainer.args.gradient_accumulation_steps
+    steps_of_same_data = trainer.state.epoch * ceil(len(loader) / accumulation)
+    if abs(steps_of_same_data - step) < 1:  # the last step of an epoch may be smaller
+        return
+    warnings.warn(
+        f"{step} steps before the checkpoint read as many samples as {steps_of_same_data:.4g} steps "
+        f"of this job. The Trainer skips the samples of {step} steps: it reads samples again, or "
+        f"leaves some out. gradient_accumulation_steps={accumulation} would have to be "
+        f"{accumulation * steps_of_same_data / step:.4g}; or begin the epoch again, with "
+        "ignore_data_skip=True",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def gathered_once(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +152,7 @@ TRAINER_METHODS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "compute_loss": counted_once,
         "training_step": compared_first,
         "evaluation_loop": gathered_once,
-        "_load_rng_state": drawing_alike,
+        "_load_rng_state": resuming,
     }
 )
 """Methods of a Trainer, and what replaces them: functions of the trainer, the method and its
