@@ -49,16 +49,34 @@ def _load(
     engine: Any, original: Callable[..., Any], load_dir: str, tag: object = None, **options: Any
 ) -> Any:
     """Replace DeepSpeedEngine.load_checkpoint: one that is incomplete is refused, and the newest
-    complete one named."""
+    complete one named; also one of ZeRO 3 at another stage, or the reverse."""
     universal = engine.load_universal_checkpoint()
-    has_tag = tag is not None or Path(load_dir, "latest").is_file()
-    if has_tag and not universal and not engine.use_node_local_storage():
-        found = find_checkpoint(load_dir, None if tag is None else str(tag))
-        tag = os.path.relpath(found, load_dir)
+    latest = Path(load_dir, "latest_universal" if universal else "latest")
+    if tag is None and latest.is_file():
+        tag = latest.read_text().strip()
+    if tag is not None and not engine.use_node_local_storage():
+        if not universal:
+            tag = os.path.relpath(find_checkpoint(load_dir, str(tag)), load_dir)
+        _refuse_other_stage(Path(load_dir, str(tag)), engine.zero_optimization_stage())
     result = original(load_dir, tag, **options)
     if universal and engine.zero_optimization_stage() == 3 and result[0] is not None:
         _separate_groups(engine.optimizer.optimizer, Path(result[0]).parent)
     return result
+
+
+def _refuse_other_stage(checkpoint: Path, stage: int) -> None:
+    """Refuse a checkpoint without the files that DeepSpeed looks for at this stage, which ends in
+    an AssertionError without a message. ZeRO 3 saves the model's states by rank, the others once.
+    """
+    by_rank = any(checkpoint.glob("zero_pp_rank_*_model_states.pt"))
+    once = any(checkpoint.glob("mp_rank_*_model_states.pt"))
+    if by_rank != once and by_rank != (stage == 3):
+        saved = "ZeRO 3" if by_rank else "ZeRO 0, 1 or 2"
+        raise ValueError(
+            f"{checkpoint} was saved at {saved}, and this engine has \"zero_optimization\": "
+            f"{{\"stage\": {stage}}}: resume at {saved}, or begin anew with the weights that "
+            "zero_to_fp32.py makes of it"
+        )
 
 
 def _separate_groups(optimizer: torch.optim.Optimizer, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,7 @@ class Engine:
         return False
 
     load_universal_checkpoint = use_node_local_storage
+    zero_optimization_stage = lambda _: 2  # noqa: E731
 
     def save_checkpoint(self, save_dir: str, tag: str, *_: Any) -> bool:
         return bool(Path(save_dir, tag, "states.txt").write_text("saved"))
@@ -59,6 +61,28 @@ def test_any_tag_of_deepspeed_is_saved_and_loaded(tag: object, tmp_path: Path) -
     assert engine.load_checkpoint(str(tmp_path), tag) == "saved"
     assert engine.load_checkpoint(str(tmp_path)) == "saved"
     assert not [*tmp_path.glob("*.part")]
+
+
+@pytest.mark.parametrize("universal", [False, True])
+@pytest.mark.parametrize(
+    ("files", "stage", "saved"),
+    [("zero_pp_rank_1_mp_rank_00", 2, "3"), ("mp_rank_00", 3, "0, 1 or 2"), ("mp_rank_00", 1, "")],
+)
+def test_a_checkpoint_of_zero_3_is_refused_at_another_stage(
+    universal: bool, files: str, stage: int, saved: str, tmp_path: Path
+) -> None:
+    """DeepSpeed's own error is an AssertionError without a message."""
+    engine: Any = Engine()
+    engine.load_universal_checkpoint = lambda: universal
+    engine.zero_optimization_stage = lambda: stage
+    engine.load_checkpoint = lambda folder, tag: (None, {})
+    make_checkpoints_atomic(engine, SimpleNamespace(set=setattr))  # type: ignore[arg-type]
+    (tmp_path / "step1").mkdir()
+    torch.save({}, tmp_path / "step1" / f"{files}_model_states.pt")
+    (tmp_path / ("latest_universal" if universal else "latest")).write_text("step1")
+    expected = pytest.raises(ValueError, match=f"step1 was saved at ZeRO {saved}, and this engine")
+    with expected if saved else nullcontext():
+        engine.load_checkpoint(str(tmp_path))
 
 
 class UniversalOptimizer(DeepSpeedZeroOptimizer_Stage3):
@@ -98,6 +122,7 @@ def test_groups_keep_their_own_steps_and_options_in_a_universal_checkpoint(tmp_p
         save_checkpoint=None,
         load_checkpoint=load,
         load_universal_checkpoint=lambda: True,
+        use_node_local_storage=lambda: False,
         zero_optimization_stage=lambda: 3,
         optimizer=optimizer,
     )
