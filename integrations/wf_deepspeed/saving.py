@@ -73,8 +73,8 @@ def _refuse_other_stage(checkpoint: Path, stage: int) -> None:
     if by_rank != once and by_rank != (stage == 3):
         saved = "ZeRO 3" if by_rank else "ZeRO 0, 1 or 2"
         raise ValueError(
-            f"{checkpoint} was saved at {saved}, and this engine has \"zero_optimization\": "
-            f"{{\"stage\": {stage}}}: resume at {saved}, or begin anew with the weights that "
+            f'{checkpoint} was saved at {saved}, and this engine has "zero_optimization": '
+            f'{{"stage": {stage}}}: resume at {saved}, or begin anew with the weights that '
             "zero_to_fp32.py makes of it"
         )
 

@@ -82,7 +82,7 @@ def test_a_checkpoint_of_zero_3_is_refused_at_another_stage(
     (tmp_path / ("latest_universal" if universal else "latest")).write_text("step1")
     expected = pytest.raises(ValueError, match=f"step1 was saved at ZeRO {saved}, and this engine")
     with expected if saved else nullcontext():
-        engine.load_checkpoint(str(tmp_path))
+        engine.load_checkpoint(str(tmp_path), None)
 
 
 class UniversalOptimizer(DeepSpeedZeroOptimizer_Stage3):

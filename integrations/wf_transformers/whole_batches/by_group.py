@@ -135,7 +135,8 @@ def _load_accelerator_state(size: int, original: Function, *args: Any, **kwargs:
     """accelerate's states. Ranks of a group then draw alike: a job of other ranks saved other
     random numbers for them, or none."""
     attributes = original(*args, **kwargs)
-    draw_alike(size, PartialState().device)
+    device: Any = PartialState().device
+    draw_alike(size, device)
     return attributes
 
 

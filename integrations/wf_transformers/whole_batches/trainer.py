@@ -84,8 +84,10 @@ def _group_size(model: nn.Module) -> int:
 
 
 def resuming(trainer: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Replaces the Trainer's `_load_rng_state`, which it calls once, when it resumes. A job of other
-    ranks saved other numbers for the ranks of a sequence, or none."""
+    """Replaces the Trainer's `_load_rng_state`, which it calls once, when it resumes.
+
+    A job of other ranks saved other random numbers for the ranks of a sequence, or none.
+    """
     original(*args, **kwargs)
     size = _group_size(trainer.model)
     if size > 1:
@@ -108,9 +110,9 @@ def warn_of_other_steps(trainer: Any) -> None:
     if abs(steps_of_same_data - step) < 1:  # the last step of an epoch may be smaller
         return
     warnings.warn(
-        f"{step} steps before the checkpoint read as many samples as {steps_of_same_data:.4g} steps "
-        f"of this job. The Trainer skips the samples of {step} steps: it reads samples again, or "
-        f"leaves some out. gradient_accumulation_steps={accumulation} would have to be "
+        f"{step} steps before the checkpoint read as many samples as {steps_of_same_data:.4g} "
+        f"steps of this job. The Trainer skips the samples of {step} steps: it reads samples "
+        f"again, or leaves some out. gradient_accumulation_steps={accumulation} would have to be "
         f"{accumulation * steps_of_same_data / step:.4g}; or begin the epoch again, with "
         "ignore_data_skip=True",
         RuntimeWarning,
