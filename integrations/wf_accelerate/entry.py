@@ -21,17 +21,15 @@ from wf_transformers import (
     attach_compared,
     attach_model,
     counted_by_group,
-    outermost,
     refuse_different,
 )
-from wf_transformers.handle import OPERATIONS
 from wf_transformers.whole_batches.custom_loss import has_fused_head, has_fused_loss
 from wf_transformers.whole_batches.log_probabilities import (
     LogProbabilityHooks,
     generate_alone,
     makes_log_probabilities,
 )
-from wf_transformers.whole_batches.trainer import TRAINER_METHODS, inner_loss_counted_once
+from wf_transformers.whole_batches.trainer import TRAINER_METHODS
 from wf_transformers.whole_batches.trl_trainers import (
     attach_reference,
     connect_trl,
@@ -51,8 +49,6 @@ if TYPE_CHECKING:
 Config = SequenceParallelConfig | Mapping[str, Any]
 AVERAGING = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 """accelerate's distributed types that average gradients over all ranks."""
-INNER_LOSSES = ("compute_loss_func", "label_smoother")
-"""Attributes of a Trainer, None or a function that its `compute_loss` calls."""
 
 
 def connect(
@@ -135,7 +131,7 @@ def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False
         ValueError, NotImplementedError: as `connect`, and for a Trainer that builds a new model
             when it trains, or replicates its model over the GPUs of one process.
     """
-    _refuse_trainer(trainer, whole_logits)
+    _refuse_trainer(trainer)
     trl = trainer if makes_log_probabilities(trainer) else None
     if trl is None:
         refuse_rollouts(trainer)
@@ -162,9 +158,8 @@ def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False
     return handle
 
 
-def _refuse_trainer(trainer: Trainer, whole_logits: bool) -> None:
-    """Refuse options of a Trainer that cannot be combined with ranks that share samples, and one
-    that uses logits of training calls, of which nobody asked for all."""
+def _refuse_trainer(trainer: Trainer) -> None:
+    """Refuse options of a Trainer that cannot be combined with ranks that share samples."""
     if getattr(trainer, "model_init", None) is not None:
         raise NotImplementedError("model_init=: the Trainer makes a new model later; give model=")
     if trainer.args.n_gpu > 1:
@@ -179,36 +174,16 @@ def _refuse_trainer(trainer: Trainer, whole_logits: bool) -> None:
         )
     if not isinstance(trainer.model, nn.Module):
         raise ValueError(f"the Trainer has no model, got {type(trainer.model)}")
-    if not whole_logits and _is_sft_of_logits(trainer):
-        raise ValueError(
-            f"{type(trainer).__name__} of this TRL uses the logits of its training calls: say "
-            "connect_trainer(..., whole_logits=True), which needs the memory of one device"
-        )
-
-
-def _is_sft_of_logits(trainer: Trainer) -> bool:
-    """Whether this is TRL's SFTTrainer without a fused head: its loss is that of the Trainer, and
-    its accuracies are made of logits."""
-    is_sft = type(trainer).compute_loss.__module__ == "trl.trainer.sft_trainer"
-    return is_sft and not any(map(has_fused_head, outermost(trainer.model)))
 
 
 def _replace_steps(trainer: Trainer, handle: Handle) -> None:
-    """Replace methods of transformers' Trainer, except those that a subclass overrides."""
+    """Replace methods of the Trainer, except a `prediction_step` of a subclass."""
     from transformers.trainer import Trainer
 
-    names = ("prediction_step", "compute_loss")
-    own = [name for name in names if getattr(type(trainer), name, None) != getattr(Trainer, name)]
-    if _is_sft_of_logits(trainer):
-        own.remove("compute_loss")
-    steps = {name: step for name, step in TRAINER_METHODS.items() if name not in own}
-    if "compute_loss" in own:
-        steps |= dict.fromkeys(INNER_LOSSES, inner_loss_counted_once)
-    for name, step in steps.items():
-        if getattr(trainer, name, None) is not None:
+    for name, step in TRAINER_METHODS.items():
+        is_own = getattr(type(trainer), name, None) != getattr(Trainer, name)
+        if not (name == "prediction_step" and is_own):
             handle.replace(trainer, name, partial(step, trainer))
-    if not hasattr(trainer.model, OPERATIONS):  # in transformers 5 the Trainer counts operations
-        handle.share_operations(trainer)
 
 
 def _refuse_accelerator(accelerator: Accelerator, trl: Trainer | None) -> None:

@@ -14,12 +14,11 @@ from transformers.trainer import Trainer
 
 from wf_deepspeed.config import KEY, load_config, read_block
 from wf_transformers.replace import temporarily_replace
-from wf_transformers.whole_batches.log_probabilities import makes_log_probabilities
+from wf_transformers.whole_batches.log_probabilities import hooks_on, makes_log_probabilities
 from wf_transformers.whole_batches.trainer import (
     TRAINER_METHODS,
-    compared_first,
-    gathered_once,
-    hooks_on,
+    evaluated_by_group,
+    trained_by_group,
 )
 from wf_transformers.whole_batches.trl_trainers import (
     connect_trl,
@@ -80,12 +79,10 @@ def _train(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
         return original(*args, **kwargs)
 
 
-def _training_step(
-    trainer: Any, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _training_step(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces `training_step`: connects a trainer of TRL first."""
     _connect_once(trainer)
-    return compared_first(trainer, original, model, *args, **kwargs)
+    return trained_by_group(trainer, original, *args, **kwargs)
 
 
 def _evaluation_loop(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +93,7 @@ def _evaluation_loop(trainer: Any, original: Callable[..., Any], *args: Any, **k
             f"{type(trainer).__name__}.evaluate() before train(): every rank of a sequence would "
             "generate other completions; to evaluate before the first step set eval_on_start=True"
         )
-    return gathered_once(trainer, original, *args, **kwargs)
+    return evaluated_by_group(trainer, original, *args, **kwargs)
 
 
 def _connect_once(trainer: Any) -> None:

@@ -24,8 +24,11 @@ from wf_deepspeed.config import BATCH_KEYS, KEY, read_block
 from wf_deepspeed.entry import CONFIG_ARGUMENTS, find_config, initialize_with
 from wf_deepspeed.handle import WallFacer
 from wf_transformers import counted_by_group, temporarily_replace
-from wf_transformers.whole_batches.log_probabilities import LogProbabilityHooks, generate_alone
-from wf_transformers.whole_batches.trainer import hooks_on
+from wf_transformers.whole_batches.log_probabilities import (
+    LogProbabilityHooks,
+    generate_alone,
+    hooks_on,
+)
 
 
 @contextmanager

@@ -209,7 +209,19 @@ def kto(arguments: Options, options: Options, dtype: torch.dtype = torch.float64
     )
 
 
+def sft(arguments: Options, options: Options, dtype: torch.dtype = torch.float64) -> Any:
+    return recording(trl.SFTTrainer)(
+        tiny_llama().to(dtype),
+        trl.SFTConfig(**arguments, **options),
+        train_dataset=preferences()
+        .remove_columns("rejected")
+        .rename_column("chosen", "completion"),
+        processing_class=make_tokenizer(),
+    )
+
+
 TRAINERS: dict[str, Callable[..., Any]] = {
+    "sft": sft,
     "dpo": dpo,
     "dpo_lora": dpo_lora,
     "orpo": orpo,

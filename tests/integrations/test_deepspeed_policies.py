@@ -30,9 +30,9 @@ GENERATIONS = {"num_generations": 4, "gradient_accumulation_steps": 2}
 REUSED = GENERATIONS | {"beta": 0.1, "num_iterations": 2}
 AT_ONCE = {"per_device_train_batch_size": 4}  # no accumulation
 SLOW = {"learning_rate": 1e-2}  # RLOO's gradients are a hundred times as large
-NOT_COMPARED = ("num_tokens", "std", "logits/", "grad_norm")
-"""Parts of names in TRL's logs: of what counts a sample once for each rank of its sequence, of
-means of logits that cover padding (ORPO's), and of what DeepSpeed lacks at ZeRO 0."""
+NOT_COMPARED = ("logits/", "grad_norm")
+"""Parts of names in TRL's logs: of means of logits that cover padding (ORPO's), and of what
+DeepSpeed lacks at ZeRO 0."""
 
 
 def case(trainer: str, zero: int, options: dict[str, Any], **arguments: Any) -> dict[str, Any]:
@@ -52,7 +52,9 @@ CASES = {
 }
 if HAS_FUSED_HEAD:
     CASES |= {
-        "grpo_entropy": case("grpo", 2, GENERATIONS | {"top_entropy_quantile": 0.9}),
+        "grpo_entropy": case(
+            "grpo", 2, GENERATIONS | {"top_entropy_quantile": 0.9, "log_completions": True}
+        ),
         "rloo_zero0": case("rloo", 0, REUSED, **SLOW),
         "rloo_zero2": case("rloo", 2, {"num_generations": 4, "beta": 0.1}, **AT_ONCE, **SLOW),
         "rloo_zero3": case("rloo", 3, REUSED, **SLOW),
@@ -62,6 +64,8 @@ else:
         "dpo_zero2": case("dpo", 2, {"rpo_alpha": 0.5, "gradient_accumulation_steps": 2}),
         "dpo_zero3": case("dpo", 3, {}),
         "orpo_zero3": case("orpo", 3, {}),
+        "sft_zero2": case("sft", 2, {"gradient_accumulation_steps": 2}),
+        "sft_zero3": case("sft", 3, {}),
     }
 
 

@@ -30,7 +30,7 @@ from wf_deepspeed.__main__ import main, split  # noqa: E402
 from wf_deepspeed.config import BATCH_KEYS  # noqa: E402
 from wf_deepspeed.handle import WallFacer  # noqa: E402
 from wf_transformers import WholeBatchHooks, attach  # noqa: E402
-from wf_transformers.whole_batches.trainer import hooks_on  # noqa: E402
+from wf_transformers.whole_batches.log_probabilities import hooks_on  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 

@@ -1,6 +1,6 @@
 """TRL's real SFTTrainer trains with WallFacer as without it, in jobs of four gloo ranks.
 
-Needs TRL 1.16, and so transformers 5: `make test-newest`.
+Of TRL 0.19, whose accuracies are made of logits, and of TRL 1.16, which has a fused LM head.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-REASON = "TRL with a fused LM head is not installed"
-pytest.importorskip("trl", minversion="1.16", reason=REASON, exc_type=ImportError)
+pytest.importorskip("trl", reason="TRL is not installed", exc_type=ImportError)
 
 from tests.integrations.accelerate_jobs import Results  # noqa: E402
 from tests.integrations.trl_jobs import CONCENTRIC, run_trl  # noqa: E402

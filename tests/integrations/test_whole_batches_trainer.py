@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import random
+import sys
 import warnings
-from contextlib import nullcontext
-from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+pytest.importorskip("accelerate", reason="accelerate is not installed", exc_type=ImportError)
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
+import accelerate.accelerator  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
+from accelerate.utils import gather  # noqa: E402
 
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.deepspeed_jobs import tiny_llama  # noqa: E402
-from tests.integrations.transformers_models import (  # noqa: E402  # noqa: E402
-    build,
-    one_rank,
-    sequence_parallel,
-    tiny,
-)
-from wf_transformers import WholeBatchHooks, attach  # noqa: E402
+from tests.integrations.transformers_models import one_rank, sequence_parallel  # noqa: E402
+from wf_transformers import WholeBatchHooks, attach, counted_by_group  # noqa: E402
 from wf_transformers.comparison.dropout import restored_draws  # noqa: E402
+from wf_transformers.whole_batches import by_group  # noqa: E402
 from wf_transformers.whole_batches.log_probabilities import generate_alone  # noqa: E402
 from wf_transformers.whole_batches.trainer import (  # noqa: E402
-    compared_first,
-    counted_once,
-    inner_loss_counted_once,
+    counting_groups,
     loss_only,
     resuming,
+    shared_operations,
 )
 
 
@@ -66,10 +65,10 @@ def prediction_step(model: Any, inputs: dict[str, Any], prediction_loss_only: bo
 
 
 @pytest.mark.parametrize(
-    ("prediction_loss_only", "added"), [(True, {"whole_logits": False}), (False, {})]
+    ("prediction_loss_only", "added"), [(True, {"whole_logits": "hidden"}), (False, {})]
 )
 def test_loss_only_turns_whole_logits_off_if_only_the_loss_is_needed(
-    prediction_loss_only: bool, added: dict[str, bool]
+    prediction_loss_only: bool, added: dict[str, str]
 ) -> None:
     model = tiny_llama()
     WholeBatchHooks(model, attach(model, one_rank()))
@@ -86,101 +85,38 @@ def test_loss_only_adds_nothing_for_a_model_without_hooks() -> None:
     assert loss_only(None, prediction_step, torch.nn.Sequential(model), {}, True) == {}
 
 
-def compute_loss(
-    model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-) -> torch.Tensor:
-    """Stand for the Trainer's with two processes: it multiplies a mean by their number."""
-    assert num_items_in_batch == 8  # labels of one of both
-    return torch.tensor(2 * 1.5)
+def of_four_ranks(x: torch.Tensor) -> torch.Tensor:
+    """Stands for accelerate's `gather` on rank 3 of four: each rank has 1 more than the last."""
+    return torch.cat([x - 3, x - 2, x - 1, x])
 
 
-@pytest.mark.parametrize(
-    "name", ["LlamaForCausalLM", "LlamaForTokenClassification", "CLIPTextModel"]
-)
-def test_the_trainer_counts_a_group_once_for_models_of_any_head(name: str) -> None:
-    """Heads over the rows of all ranks and models that are cut inside have hooks of their own."""
-    model = tiny(name)
-    args = SimpleNamespace(average_tokens_across_devices=True)
-    trainer = SimpleNamespace(args=args, model_accepts_loss_kwargs=True, compute_loss_func=None)
+class Counter:
+    """Stands for a Trainer whose methods count processes."""
 
-    def rank(comm: Any) -> float:
-        copied = deepcopy(model)
-        WholeBatchHooks(copied, attach(copied, sequence_parallel(comm), verify=False))
-        around = torch.nn.Sequential(copied)  # as DDP is
-        counted = counted_once(trainer, compute_loss, around, {}, num_items_in_batch=16)
-        return counted.item()
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
 
-    assert run_threads(2, rank) == [1.5, 1.5]
+    def counts(self, x: torch.Tensor) -> list[Any]:
+        gathered = [self.accelerator.gather(x).tolist(), gather(x).tolist()]
+        return [self.accelerator.num_processes, self.accelerator.process_index, *gathered]
 
 
-def test_the_trainer_counts_a_model_that_runs_alone_as_it_does_without_us() -> None:
-    """As before the first step, where its loss on one rank is compared."""
-    args = SimpleNamespace(average_tokens_across_devices=True)
-    trainer = SimpleNamespace(args=args, model_accepts_loss_kwargs=True, compute_loss_func=None)
-
-    def rank(comm: Any) -> float:
-        model = build("llama", "eager", {})
-        handle = attach(model, sequence_parallel(comm))
-        WholeBatchHooks(model, handle)
-        with handle.first.changes.undone():
-            return counted_once(trainer, compute_loss, model, {}, num_items_in_batch=8).item()
-
-    assert run_threads(2, rank) == [3.0, 3.0]
-
-
-def test_a_loss_that_divides_by_the_labels_of_all_processes_is_told_so() -> None:
-    """The ranks of a sequence count its labels once each."""
-    models, ids = [tiny_llama() for _ in range(2)], torch.arange(24)[None]
-    args = SimpleNamespace(average_tokens_across_devices=True)
-
-    def own_loss(model: Any, inputs: dict[str, Any], **kwargs: Any) -> torch.Tensor:
-        return model(**inputs, **kwargs).loss
-
-    def rank(comm: Any) -> list[str]:
-        WholeBatchHooks(models[comm.rank], attach(models[comm.rank], sequence_parallel(comm)))
-        trainer = SimpleNamespace(
-            args=args,
-            accelerator=SimpleNamespace(state=SimpleNamespace(num_processes=2)),
-            compute_loss=own_loss,
-            compute_loss_context_manager=nullcontext,
-            _prepare_inputs=dict,
-        )
-        with pytest.raises(NotImplementedError, match="its loss is the first") as error:
-            compared_first(trainer, print, models[comm.rank], {"input_ids": ids, "labels": ids}, 46)
-        return error.value.__notes__
-
-    for notes in run_threads(2, rank):
-        assert "multiplies by accelerator.num_processes" in notes[0]
-
-
-def smooth(output: Any, labels: Any, shift_labels: bool = False) -> torch.Tensor:
-    """Stand for transformers 4's label smoother, which divides by no number of all processes."""
-    return torch.tensor(3.0)
-
-
-@pytest.mark.parametrize(
-    ("trains", "function", "options", "expected"),
-    [
-        (True, compute_loss, {"num_items_in_batch": 16}, 1.5),
-        (True, smooth, {"shift_labels": True}, 1.5),
-        (False, smooth, {"shift_labels": True}, 3.0),  # the Trainer counts labels in training only
-    ],
-)
-def test_a_trainer_with_its_own_compute_loss_counts_a_group_once(
-    trains: bool, function: Any, options: dict[str, Any], expected: float
-) -> None:
-    """TRL's SFTTrainer with `label_smoothing_factor` or a `compute_loss_func`."""
-    args = SimpleNamespace(average_tokens_across_devices=True)
-
-    def rank(comm: Any) -> float:
-        model = build("llama", "eager", {}).train(trains)
-        WholeBatchHooks(model, attach(model, sequence_parallel(comm)))
-        trainer = SimpleNamespace(
-            args=args, model=model, model_accepts_loss_kwargs=True, compute_loss_func=None
-        )
-        return inner_loss_counted_once(trainer, function, {}, {}, **options).item()
-
-    assert run_threads(2, rank) == [expected, expected]
+def test_a_trainer_counts_a_group_as_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own methods and in those that these call, whether it calls the accelerator's gather
+    or, as trainers of TRL, accelerate's function."""
+    monkeypatch.setattr(Accelerator, "num_processes", 4)
+    monkeypatch.setattr(Accelerator, "process_index", 3)
+    monkeypatch.setattr(by_group, "PartialState", lambda: SimpleNamespace(num_processes=4))
+    for module in (accelerate.utils, accelerate.accelerator, sys.modules[__name__]):
+        monkeypatch.setattr(module, "gather", of_four_ranks)
+    accelerator, x = Accelerator(cpu=True), torch.tensor([13])
+    trainer = Counter(accelerator)
+    with counted_by_group(accelerator, lambda: 2):
+        counting = partial(counting_groups, trainer, trainer.counts)
+        assert counting_groups(trainer, counting, x) == [2, 1, [10, 12], [10, 12]]
+        assert shared_operations(trainer, len, "its batch's") == 11 / 2
+        assert trainer.counts(x) == [4, 3, [10, 11, 12, 13], [10, 11, 12, 13]]
+    assert counting(x) == trainer.counts(x)  # nothing is connected
 
 
 def warnings_of_resuming(loader: Any, accumulation: int, step: int, epoch: float) -> list[str]:

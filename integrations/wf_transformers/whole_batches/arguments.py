@@ -36,8 +36,8 @@ UNKNOWN_LABELS = (
 )
 
 WhichLogits = Literal["whole", "local", "hidden"]
-"""What the output gets: logits of the whole batch, of this rank's tokens, or `LocalLogits` in place
-of these, for which the caller did not ask."""
+"""What the output gets: logits of the whole batch, of this rank's tokens, or, if the caller did not
+ask for them, `ShardedLogits`."""
 LossKind = Literal["plain", "fused", "by_token", "custom"]
 """Where the loss of a call comes from: from this rank's logits; the model returns no logits, but
 the sum of the losses of this rank's tokens ("fused"), or values for every token of the labels, by a

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from wf_transformers.replace import set_until, temporarily_replace
 from wf_transformers.rng import draw_alike
+from wf_transformers.whole_batches.loaders import gathering_by_group
 
 Function = Callable[..., Any]
 
@@ -138,6 +139,27 @@ def _load_accelerator_state(size: int, original: Function, *args: Any, **kwargs:
     device: Any = PartialState().device
     draw_alike(size, device)
     return attributes
+
+
+class GroupsAsProcesses:
+    """An Accelerator to which a group of ranks with the same samples is one process.
+
+    Attributes:
+        num_processes: the number of groups.
+        process_index: the number of this rank's group.
+    """
+
+    def __init__(self, accelerator: Any, size: int) -> None:
+        self._accelerator = accelerator
+        self.num_processes = accelerator.num_processes // size
+        self.process_index = accelerator.process_index // size
+
+    def gather(self, tensor: Any) -> Any:
+        """The tensors of the first rank of every group, along dim 0."""
+        return gathering_by_group(self._accelerator, self._accelerator.gather, tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
 
 
 FUNCTIONS: Mapping[str, Mapping[str, Function]] = MappingProxyType(

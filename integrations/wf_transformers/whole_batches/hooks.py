@@ -62,7 +62,7 @@ from wf_transformers.whole_batches.custom_loss import (
     warned_about_padding,
 )
 from wf_transformers.whole_batches.heads import HeadHooks, head_is_over_all_rows
-from wf_transformers.whole_batches.sharded_logits import LocalLogits
+from wf_transformers.whole_batches.sharded_logits import ShardedLogits, Unusable
 
 WHOLE_LOGITS = "whole_logits"
 GROUP_SIZE = "wallfacer_group_size"  # attribute of the model: ranks that take the same batch
@@ -103,7 +103,6 @@ class WholeBatchHooks:
             handle.set(model, GROUP_SIZE, handle.sp.size)
             if not is_cut_inside(model):  # such a model takes whole batches without hooks
                 self._register(model)
-            handle.share_operations(model)
 
     def _register(self, model: nn.Module) -> None:
         if head_is_over_all_rows(model):
@@ -150,12 +149,12 @@ class WholeBatchHooks:
         more = fused_loss_arguments(local["labels"]) if loss == "fused" else {}
         return (), self._model_kwargs(model, others, local) | more
 
-    def _which_logits(self, asked: bool | None, trains: bool, labelled: bool) -> WhichLogits:
-        """`asked` is the `whole_logits` of the call."""
-        whole = self.always_whole or not trains if asked is None else asked
+    def _which_logits(self, asked: Any, trains: bool, labelled: bool) -> WhichLogits:
+        """`asked` is the `whole_logits` of the call: a bool, None, or "hidden"."""
+        whole = self.always_whole or not trains if asked is None else asked is True
         if whole or (self.whole_without_labels and not labelled):
             return "whole"
-        return "hidden" if self.hides_local_logits and asked is None else "local"
+        return "hidden" if self.hides_local_logits and asked is not False else "local"
 
     def _loss_kind(self, model: nn.Module, arguments: Kwargs, needs_no_logits: bool) -> LossKind:
         """`needs_no_logits` says whether nobody uses logits of this rank's tokens."""
@@ -237,9 +236,8 @@ class WholeBatchHooks:
         if call.loss == "by_token":
             gather, aux_loss = partial(self._whole, call=call), router_loss(model, output)
             return type(output)(**fused_fields(output, call.num_items, gather, aux_loss))
-        made = output["loss"] if call.loss == "fused" else None
-        logits = logits_of(model, output, seqlen_of(call.local)) if made is None else made
-        fields = dict(output)
+        fields, fused = dict(output), call.loss == "fused"
+        logits = output["loss"] if fused else logits_of(model, output, seqlen_of(call.local))
         if call.local.get("labels") is not None:
             fields["loss"] = self._loss(model, logits, call, router_loss(model, output))
         if "router_logits" in fields:
@@ -247,12 +245,24 @@ class WholeBatchHooks:
         if call.logits == "whole":
             fields["logits"] = self._whole(logits, call)
         elif call.logits == "hidden":
-            fields["logits"] = LocalLogits()
+            fields["logits"] = Unusable() if fused else self._sharded(logits, call)
         return type(output)(**fields)
 
     def _whole(self, x: Tensor, call: BatchCall) -> Tensor:
         """(b, s, ...) -> (b, S, ...): the rows of all ranks."""
         return whole_rows(self.handle.sp, x, call.seqlen, **mask_arguments(call.local))
+
+    def _sharded(self, logits: Tensor, call: BatchCall) -> ShardedLogits:
+        """Logits of this rank's tokens as those of all S tokens."""
+        gather, cut = partial(self._whole, call=call), partial(self._local_rows, call=call)
+        starts = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        return ShardedLogits(logits, range(call.seqlen), call.seqlen, starts, gather, cut)
+
+    def _local_rows(self, x: Tensor, call: BatchCall) -> Tensor:
+        """(b, S) -> (b, s): this rank's rows."""
+        sp, borders = self.handle.sp, call.local.get("cu_seqlens")
+        padding = sp.size * seqlen_of(call.local) - call.seqlen
+        return sp.shard(nn.functional.pad(x, (0, padding)), 1, borders)
 
     def _loss(
         self, model: nn.Module, logits: Tensor, call: BatchCall, aux_loss: Tensor | float

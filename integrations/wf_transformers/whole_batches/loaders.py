@@ -92,6 +92,12 @@ def _run(
         return method(*args, **kwargs)
 
 
+def group_size(accelerator: Any) -> int:
+    """How many ranks have the same samples of the accelerator's loaders."""
+    groups: GroupSizes | None = getattr(accelerator, GROUPS, None)
+    return groups.sizes[0]() if groups and groups.sizes else 1
+
+
 def gathering_by_group(accelerator: Any, method: Function, *args: Any, **kwargs: Any) -> Any:
     """Call a method; what it gathers by `accelerator` has the samples of every group once."""
     from wf_transformers.whole_batches.by_group import FUNCTIONS

@@ -9,13 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from wf_backends._compile import eager
 from wf_transformers.calls import LOGITS_TO_KEEP, Kwargs, by_name
@@ -33,7 +32,6 @@ from wf_transformers.whole_batches.custom_loss import FUSED, has_fused_head
 from wf_transformers.whole_batches.hooks import WHOLE_LOGITS, WholeBatchHooks
 from wf_transformers.whole_batches.sharded_logits import (
     LocalStates,
-    ShardedLogits,
     log_softmax_of,
     rolled,
 )
@@ -140,10 +138,9 @@ class LogProbabilityHooks(WholeBatchHooks):
         output = super()._after(model, args, output)
         if request is None or call is None or call.loss == "by_token":
             return output
-        gather, cut = partial(self._whole, call=call), partial(self._local_rows, call=call)
-        tokens, seqlen = range(call.seqlen)[request.tokens], call.seqlen
-        logits = ShardedLogits(output["logits"], tokens, seqlen, request.starts, gather, cut)
-        fields = dict(output) | {"logits": logits}
+        logits = self._sharded(output["logits"], call)
+        tokens = logits.tokens[request.tokens]
+        fields = dict(output) | {"logits": replace(logits, tokens=tokens, starts=request.starts)}
         if request.hidden_states:
             fields["hidden_states"] = LocalStates()
         return type(output)(**fields)
@@ -154,12 +151,6 @@ class LogProbabilityHooks(WholeBatchHooks):
         if call.loss == "by_token" and self._request is not None:
             return rolled(whole, -self._request.starts)
         return whole
-
-    def _local_rows(self, x: Tensor, call: BatchCall) -> Tensor:
-        """(b, S) -> (b, s): this rank's rows."""
-        sp, borders = self.handle.sp, call.local.get("cu_seqlens")
-        padding = sp.size * seqlen_of(call.local) - call.seqlen
-        return sp.shard(pad(x, (0, padding)), 1, borders)
 
 
 def padding_on_the_left(arguments: Mapping[str, Any]) -> Tensor:
@@ -187,3 +178,10 @@ def generate_alone(model: nn.Module, handle: Handle, changes: Changes) -> None:
     for inner in outermost(model):
         if hasattr(inner, "generate"):
             handle.replace(inner, "generate", generate)
+
+
+def hooks_on(model: nn.Module) -> WholeBatchHooks | None:
+    """The hooks of the model, or of a model inside a wrapper."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    owners = (getattr(hook, "__self__", None) for hook in hooks)
+    return next((owner for owner in owners if isinstance(owner, WholeBatchHooks)), None)

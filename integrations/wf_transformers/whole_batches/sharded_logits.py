@@ -26,10 +26,13 @@ DEFAULT_OPTIONS = {"reduction": "mean", "label_smoothing": 0.0}
 """Options of cross entropy that are supported."""
 UNSUPPORTED_USE = (
     "these logits lie on the ranks of the sequence, a row with its token. What can be made of "
-    "them: slices of samples and tokens, a quotient by a number, TRL's selective_log_softmax, "
-    "cross entropy with its mean, and the mean of the rows that a mask chooses. For anything else "
-    "say model(**batch, whole_logits=True), or connect_trainer(..., whole_logits=True) once: "
-    "logits of all ranks, the memory of one device"
+    "them: slices of samples and tokens, a quotient by a number, the argmax of each row, TRL's "
+    "selective_log_softmax, cross entropy with its mean, and the mean of the rows that a mask "
+    "chooses. For anything else ask for logits of all ranks, the memory of one device: "
+    "model(**batch, whole_logits=True) (in a subclass of a Trainer: super().compute_loss(model, "
+    '{**inputs, "whole_logits": True}, *args, **kwargs)), or, without DeepSpeed, connect(..., '
+    "whole_logits=True) or connect_trainer(..., whole_logits=True) once; whole_logits=False gives "
+    "this rank's"
 )
 
 
@@ -66,18 +69,6 @@ class Unusable:
 
     __len__ = __float__ = __neg__ = __add__ = __sub__ = __mul__ = _refuse_use
     __radd__ = __rsub__ = __rmul__ = __rtruediv__ = _refuse_use
-
-
-class LocalLogits(Unusable):
-    """Logits of this rank's tokens, in training with labels, when the call did not ask for them."""
-
-    REASON = (
-        "these logits are of this rank's tokens only, and a mean over them is none of the batch: "
-        "say model(**batch, whole_logits=True) for those of all ranks (in a subclass of a Trainer: "
-        'super().compute_loss(model, {**inputs, "whole_logits": True}, *args, **kwargs)), or, '
-        "without DeepSpeed, connect(..., whole_logits=True) or connect_trainer(..., "
-        "whole_logits=True) once; whole_logits=False gives this rank's"
-    )
 
 
 class LocalStates(Unusable):
@@ -163,6 +154,12 @@ class ShardedLogits(Unusable):
         return self._gather_tokens(
             log_softmax(self.local, self.cut_rows(rolled(whole, self.starts)))
         )
+
+    def argmax(self, dim: int) -> Tensor:
+        """(b, n) int64: the most likely token of each row."""
+        if dim not in (-1, 2):
+            self._refuse_use()
+        return self._gather_tokens(self.local.argmax(-1))
 
     def row_means(self) -> Tensor:
         """(b, n): the mean of each token's logits."""

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
 from math import ceil
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+import accelerate.utils
+from torch import nn
 from transformers.trainer_utils import has_length
 
 from wf_backends.parallel import count_valid
 from wf_transformers.comparison.runs import LOSS
+from wf_transformers.replace import set_until, temporarily_replace
 from wf_transformers.rng import draw_alike
+from wf_transformers.whole_batches.by_group import FUNCTIONS, GroupsAsProcesses
 from wf_transformers.whole_batches.custom_loss import NUM_ITEMS
-from wf_transformers.whole_batches.hooks import GROUP_SIZE, WHOLE_LOGITS, WholeBatchHooks
-from wf_transformers.whole_batches.loaders import gathering_by_group
-
-COUNTS_ALL = (
-    f"{NUM_ITEMS} counts the labels of all processes: a compute_loss that divides by it multiplies "
-    "by accelerator.num_processes, as the Trainer's own does; or set "
-    "average_tokens_across_devices=False"
-)
+from wf_transformers.whole_batches.hooks import GROUP_SIZE, WHOLE_LOGITS
+from wf_transformers.whole_batches.loaders import gathering_by_group, group_size
+from wf_transformers.whole_batches.log_probabilities import hooks_on
 
 
 def loss_only(_: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -34,49 +33,34 @@ def loss_only(_: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -
     call = inspect.signature(original).bind(*args, **kwargs)
     hooks = hooks_on(call.arguments["model"])
     if call.arguments["prediction_loss_only"] and hooks is not None and not hooks.always_whole:
-        call.arguments["inputs"] = {**call.arguments["inputs"], WHOLE_LOGITS: False}
+        call.arguments["inputs"] = {**call.arguments["inputs"], WHOLE_LOGITS: "hidden"}
     return original(*call.args, **call.kwargs)
 
 
-def counted_once(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replaces the Trainer's `compute_loss`: counts a sequence-parallel group as one process.
+def counting_groups(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replaces methods of the Trainer in which it, or a subclass, counts processes: inside, the
+    ranks of a sequence count as one.
 
-    Under `average_tokens_across_devices` the Trainer sums the number of labels over all processes
-    and multiplies the loss by the number of processes. Losses that are not divided by that number
-    of labels would become too large.
+    The Trainer multiplies a loss by the processes, because it divided by the labels of all of them;
+    trainers of TRL gather the rewards of all processes and take their own by `process_index`.
     """
-    call = inspect.signature(original).bind(*args, **kwargs)
-    num_items = call.arguments.get(NUM_ITEMS)
-    size = _counted_ranks(trainer, call.arguments["model"])
-    if size == 1 or num_items is None:
+    accelerator = trainer.accelerator
+    size = group_size(accelerator)
+    if size == 1 or isinstance(accelerator, GroupsAsProcesses):
         return original(*args, **kwargs)
-    call.arguments[NUM_ITEMS] = num_items // size
-    result = original(*call.args, **call.kwargs)
-    return (result[0] / size, *result[1:]) if isinstance(result, tuple) else result / size
+    with ExitStack() as stack:
+        set_until(stack, trainer, "accelerator", GroupsAsProcesses(accelerator, size))
+        for name, function in FUNCTIONS["gather_for_metrics"].items():
+            for module in _modules_that_import(name, type(trainer)):
+                replaced = temporarily_replace(module, name, partial(function, size))
+                stack.enter_context(replaced)
+        return original(*args, **kwargs)
 
 
-def inner_loss_counted_once(
-    trainer: Any, original: Callable[..., Tensor], *args: Any, **kwargs: Any
-) -> Tensor:
-    """Replaces `compute_loss_func` or `label_smoother` of a Trainer whose `compute_loss` is its
-    own, such as TRL's: it multiplies their loss as the Trainer's does; see `counted_once`.
-
-    transformers 4 gives the label smoother no number of labels, and counts them in training alone.
-    """
-    model, size = trainer.model, 1
-    if kwargs.get(NUM_ITEMS) is not None:
-        size = _counted_ranks(trainer, model)
-        kwargs[NUM_ITEMS] = kwargs[NUM_ITEMS] // size
-    elif NUM_ITEMS not in kwargs and model.training:
-        size = _counted_ranks(trainer, model)
-    return original(*args, **kwargs) / size
-
-
-def _counted_ranks(trainer: Any, model: nn.Module) -> int:
-    """How many ranks with the same batch the Trainer counts in a loss as processes of their own."""
-    multiplies = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    sums = trainer.args.average_tokens_across_devices and multiplies
-    return _group_size(model) if sums else 1
+def _modules_that_import(name: str, cls: type) -> list[ModuleType]:
+    """The modules of a class and its bases that import accelerate's function `name`."""
+    modules = {sys.modules.get(base.__module__) for base in cls.__mro__}
+    return [m for m in modules if m and getattr(m, name, None) is getattr(accelerate.utils, name)]
 
 
 def _group_size(model: nn.Module) -> int:
@@ -120,41 +104,50 @@ def warn_of_other_steps(trainer: Any) -> None:
     )
 
 
-def gathered_once(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def evaluated_by_group(
+    trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Replaces the Trainer's `evaluation_loop`: before it a Seq2SeqTrainer sets `gather_function`
     to the accelerator's `gather`, which gathers a sample from every rank of its group."""
     gather = trainer.accelerator.gather
     if trainer.gather_function == gather:
         trainer.gather_function = partial(gathering_by_group, trainer.accelerator, gather)
-    return original(*args, **kwargs)
+    return counting_groups(trainer, original, *args, **kwargs)
+
+
+def shared_operations(trainer: Any, original: Callable[..., float], *args: Any) -> float:
+    """Replaces the Trainer's `floating_point_ops` of a batch, which it sums over all ranks."""
+    return original(*args) / group_size(trainer.accelerator)
+
+
+def trained_by_group(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replaces the Trainer's `training_step`: compares the loss before the first step, too."""
+    return counting_groups(trainer, partial(compared_first, trainer, original), *args, **kwargs)
 
 
 def compared_first(
     trainer: Any, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replaces the Trainer's `training_step`: compares the loss before the first step."""
+    """Compare the loss before the first step; then do the step."""
     hooks = hooks_on(model)
     if hooks is not None and hooks.handle.awaits_first:
         counts_labels = (args[0] if args else kwargs.get(NUM_ITEMS)) is not None
         with _restored_counts(trainer):
             batch = trainer._prepare_inputs(inputs)
-            loss = partial(_loss, trainer, hooks, counts_labels)
-            try:
-                hooks.handle.compare_first(batch, call=loss)
-            except NotImplementedError as error:
-                if counts_labels and trainer.args.average_tokens_across_devices:
-                    error.add_note(COUNTS_ALL)
-                raise
+            loss = partial(_loss, trainer, hooks.model, counts_labels)
+            hooks.handle.compare_first(batch, call=loss)
     return original(model, inputs, *args, **kwargs)
 
 
 TRAINER_METHODS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "prediction_step": loss_only,
-        "compute_loss": counted_once,
-        "training_step": compared_first,
-        "evaluation_loop": gathered_once,
+        "compute_loss": counting_groups,
+        "get_batch_samples": counting_groups,
+        "training_step": trained_by_group,
+        "evaluation_loop": evaluated_by_group,
         "_load_rng_state": resuming,
+        "floating_point_ops": shared_operations,
     }
 )
 """Methods of a Trainer, and what replaces them: functions of the trainer, the method and its
@@ -162,20 +155,16 @@ arguments."""
 
 
 def _loss(
-    trainer: Any, hooks: WholeBatchHooks, counts_labels: bool, batch: Mapping[str, Any], alone: bool
+    trainer: Any, model: nn.Module, counts_labels: bool, batch: Mapping[str, Any], alone: bool
 ) -> dict[str, Any]:
-    """The loss of a step; `alone`, on one rank, the Trainer must count one process per group."""
-    state = trainer.accelerator.state
-    num_processes, kwargs = state.num_processes, {}
-    state.num_processes = num_processes // hooks.handle.sp.size if alone else num_processes
+    """The loss of a step, on the ranks of the sequence or on one."""
+    kwargs = {}
     if counts_labels:
-        ranks = state.num_processes if trainer.args.average_tokens_across_devices else 1
-        kwargs[NUM_ITEMS] = ranks * count_valid(batch["labels"])
-    try:
-        with trainer.compute_loss_context_manager():
-            return {LOSS: trainer.compute_loss(hooks.model, dict(batch), **kwargs)}
-    finally:
-        state.num_processes = num_processes
+        averages = trainer.args.average_tokens_across_devices
+        processes = trainer.accelerator.num_processes if averages else 1
+        kwargs[NUM_ITEMS] = processes * count_valid(batch["labels"])
+    with trainer.compute_loss_context_manager():
+        return {LOSS: trainer.compute_loss(model, dict(batch), **kwargs)}
 
 
 @contextmanager
@@ -193,10 +182,3 @@ def _is_plain(x: Any) -> bool:
     if isinstance(x, list | tuple | dict):
         return all(map(_is_plain, x.values() if isinstance(x, dict) else x))
     return isinstance(x, int | float | str)
-
-
-def hooks_on(model: nn.Module) -> WholeBatchHooks | None:
-    """The hooks of the model, or of a model inside a wrapper."""
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    owners = (getattr(hook, "__self__", None) for hook in hooks)
-    return next((owner for owner in owners if isinstance(owner, WholeBatchHooks)), None)

@@ -8,6 +8,7 @@ never gathered.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -15,27 +16,20 @@ from typing import Any
 
 from accelerate.state import PartialState
 from accelerate.utils import set_seed
-from torch import Tensor, nn
+from torch import nn
 
 from wf_transformers.comparison.changes import Changes
 from wf_transformers.entry import attach_model
 from wf_transformers.handle import Handle
 from wf_transformers.replace import set_until
-from wf_transformers.whole_batches.loaders import gathering_by_group
 from wf_transformers.whole_batches.log_probabilities import (
     LogProbabilityHooks,
     generate_alone,
     take_sharded_logits,
 )
 
-OVER_ALL_SAMPLES = (
-    ("scale_rewards", "batch"),
-    ("multi_objective_aggregation", "normalize_then_sum"),
-    ("normalize_advantages", True),
-)
-"""Options of a trainer, each with its value that divides by a deviation over all ranks' samples."""
-ENTROPY_MASK = "get_high_entropy_mask"
-"""Method of GRPO in TRL 1.16: a quantile over all ranks' tokens (`top_entropy_quantile`)."""
+TABLES = ("_logs", "_textual_logs")
+"""Attributes of a policy's trainer: its table of completions, in TRL 1.16 and in TRL 0.19."""
 GENERATES = "unwrap_model_for_generation"
 """TRL's function that the files of trainers with rollouts import."""
 
@@ -70,10 +64,8 @@ def connect_trl(trainer: Any, handle: Handle) -> None:
         )
     handle.first = None  # the model is called without labels, so there is no loss to compare
     if is_policy(trainer):
-        rewards = partial(_rewards_of_first_ranks, trainer, handle.sp.size)
-        handle.replace(trainer, "_calculate_rewards", rewards)
-        if hasattr(trainer, ENTROPY_MASK):
-            handle.replace(trainer, ENTROPY_MASK, partial(gathering_by_group, trainer.accelerator))
+        evaluated = partial(_with_whole_prompts, trainer.args, handle.sp.size)
+        handle.replace(trainer, "evaluation_loop", evaluated)
     take_sharded_logits(trainer, handle)
 
 
@@ -142,43 +134,44 @@ def set_generation_batch(trainer: Any, size: int, undo: ExitStack) -> None:
     """Divide TRL's generation batch by the ranks of a sequence, which generate the same samples,
     until `undo` closes."""
     args = trainer.args
-    for key, value in OVER_ALL_SAMPLES:
-        if size > 1 and getattr(args, key, None) == value:
-            raise NotImplementedError(
-                f"{key}={value!r}: TRL divides by a standard deviation over the samples of all "
-                "ranks, where those of a sequence count once for each of its ranks; leave it out"
-            )
-    samples = args.per_device_train_batch_size * args.steps_per_generation
+    samples = args.generation_batch_size // size
     name = "per_device_train_batch_size x steps_per_generation"
-    _refuse_split_completions(name, samples, "num_generations", args.num_generations)
+    _refuse_incomplete_prompts(name, samples, "num_generations", args.num_generations)
     if trainer.eval_dataset is not None:
-        _refuse_split_evaluation(args, args.per_device_eval_batch_size)
-    set_until(undo, args, "generation_batch_size", args.generation_batch_size // size)
+        _refuse_incomplete_evaluation(args, size)
+    set_until(undo, args, "generation_batch_size", samples)
+    for name in TABLES:
+        if hasattr(trainer, name):
+            columns = {key: _column(x, samples) for key, x in getattr(trainer, name).items()}
+            set_until(undo, trainer, name, columns)
 
 
-def _refuse_split_evaluation(args: Any, samples: int) -> None:
+def _column(column: Any, samples: int) -> Any:
+    """An empty column of a trainer's table of completions, which keeps the last `samples`; or,
+    as one is for each reward, an empty dict of such columns."""
+    make = partial(deque[Any], maxlen=samples)
+    return defaultdict(make) if isinstance(column, dict) else make()
+
+
+def _with_whole_prompts(
+    args: Any, size: int, original: Callable[..., Any], *evaluated: Any, **options: Any
+) -> Any:
+    """Replaces `evaluation_loop` of a policy: the data may be other than at its connection."""
+    _refuse_incomplete_evaluation(args, size)
+    return original(*evaluated, **options)
+
+
+def _refuse_incomplete_evaluation(args: Any, size: int) -> None:
     key = "num_generations_eval"  # TRL 0.19 has no such option
     key = key if getattr(args, key, None) else "num_generations"
-    _refuse_split_completions("per_device_eval_batch_size", samples, key, getattr(args, key))
+    samples = args.per_device_eval_batch_size * (PartialState().num_processes // size)
+    name = "per_device_eval_batch_size"
+    _refuse_incomplete_prompts(name, samples, key, getattr(args, key))
 
 
-def _refuse_split_completions(name: str, samples: int, key: str, generations: int) -> None:
+def _refuse_incomplete_prompts(name: str, samples: int, key: str, generations: int) -> None:
     if samples % generations:
         raise ValueError(
-            f"{name} = {samples} must be a multiple of {key} = {generations}: "
-            "the ranks of one sequence must generate all completions of a prompt"
+            f"{name} x (ranks / sequence_parallel_size) = {samples} must be a multiple of "
+            f"{key} = {generations}: a batch has all completions of a prompt"
         )
-
-
-def _rewards_of_first_ranks(
-    trainer: Any, size: int, original: Callable[..., Tensor], *args: Any, **kwargs: Any
-) -> Tensor:
-    """Return gathered rewards (samples of all ranks, functions): a sequence's ranks get those of
-    its first rank, since rewards may be random (an LLM as a judge)."""
-    gathered = original(*args, **kwargs)
-    num_ranks = PartialState().num_processes
-    samples = len(gathered) // num_ranks
-    if not trainer.model.training:  # on data that the trainer did not have when it was connected
-        _refuse_split_evaluation(trainer.args, samples)
-    by_rank = gathered.unflatten(0, (num_ranks // size, size, samples))
-    return by_rank[:, :1].expand_as(by_rank).flatten(0, 2)
