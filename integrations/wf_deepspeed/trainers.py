@@ -79,6 +79,14 @@ def _train(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
         return original(*args, **kwargs)
 
 
+def _create_optimizer(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replaces `create_optimizer_and_scheduler`, which the RLOO and PPO of TRL 0.19 call when they
+    are made: their `train` is their own."""
+    if sequence_parallel_size() > 1 and not makes_log_probabilities(trainer):
+        refuse_rollouts(trainer)
+    return original(*args, **kwargs)
+
+
 def _training_step(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces `training_step`: connects a trainer of TRL first."""
     _connect_once(trainer)
@@ -110,6 +118,7 @@ METHODS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         **TRAINER_METHODS,
         "train": _train,
+        "create_optimizer_and_scheduler": _create_optimizer,
         "training_step": _training_step,
         "evaluation_loop": _evaluation_loop,
     }

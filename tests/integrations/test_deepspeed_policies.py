@@ -117,14 +117,16 @@ def test_an_evaluation_of_a_policy_before_its_training_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("two_ranks")
-def test_a_trainer_that_generates_in_a_way_of_its_own_is_refused() -> None:
-    """Before its loaders; nothing would make its ranks draw alike."""
+@pytest.mark.parametrize("method", ["train", "create_optimizer_and_scheduler"])
+def test_a_trainer_that_generates_in_a_way_of_its_own_is_refused(method: str) -> None:
+    """Before its loaders; nothing would make its ranks draw alike. RLOO and PPO of TRL 0.19 have a
+    `train` of their own, and call the other method when they are made."""
     package = "trl.experimental.online_dpo" if HAS_FUSED_HEAD else "trl.trainer"
     trainer_class = import_module(f"{package}.online_dpo_trainer").OnlineDPOTrainer
     trainer = object.__new__(type("Mine", (trainer_class,), {}))
     trainer.model = tiny_llama()
     with pytest.raises(NotImplementedError, match="Mine generates completions in training"):
-        trainers.METHODS["train"](trainer, lambda *_: None)
+        trainers.METHODS[method](trainer, lambda *_: None)
 
 
 @pytest.mark.usefixtures("two_ranks")
