@@ -22,8 +22,8 @@ def make_checkpoints_atomic(engine: Any, handle: Handle) -> None:
     then cannot resume. Loading refuses incomplete checkpoints. Only this engine is changed, until
     `handle.remove()`.
     """
-    handle.set(engine, "save_checkpoint", partial(_save, engine, engine.save_checkpoint))
-    handle.set(engine, "load_checkpoint", partial(_load, engine, engine.load_checkpoint))
+    handle.replace(engine, "save_checkpoint", partial(_save, engine))
+    handle.replace(engine, "load_checkpoint", partial(_load, engine))
 
 
 def _save(

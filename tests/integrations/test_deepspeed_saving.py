@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +19,27 @@ pytest.importorskip("transformers")
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
 
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
+from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_backends.checkpoints import complete, find_checkpoint  # noqa: E402
 from wf_deepspeed.saving import make_checkpoints_atomic  # noqa: E402
+from wf_transformers import Handle  # noqa: E402
+
+
+@pytest.fixture
+def handle() -> Iterator[Handle]:
+    with Handle(SequenceParallel(SequenceParallelConfig(sequence_parallel_size=1))) as handle:
+        yield handle
+
+
+def test_a_trainer_sees_the_options_of_saving(handle: Handle) -> None:
+    """The Trainer saves a PEFT model of ZeRO 3 without its frozen parameters if the signature has
+    `exclude_frozen_parameters`, and otherwise ends in a KeyError of PEFT."""
+    engine: Any = SimpleNamespace(load_checkpoint=print)
+    engine.save_checkpoint = save = lambda save_dir, exclude_frozen_parameters=False: True
+    make_checkpoints_atomic(engine, handle)
+    assert engine.save_checkpoint is not save
+    assert "exclude_frozen_parameters" in inspect.signature(engine.save_checkpoint).parameters
+
 
 pytestmark = pytest.mark.processes
 SCRIPT = str(Path(__file__).with_name("deepspeed_killed_save.py"))
@@ -54,9 +75,11 @@ class Engine:
 
 
 @pytest.mark.parametrize("tag", ["run1/step100", 7, None])
-def test_any_tag_of_deepspeed_is_saved_and_loaded(tag: object, tmp_path: Path) -> None:
+def test_any_tag_of_deepspeed_is_saved_and_loaded(
+    tag: object, tmp_path: Path, handle: Handle
+) -> None:
     engine: Any = Engine()
-    make_checkpoints_atomic(engine, SimpleNamespace(set=setattr))  # type: ignore[arg-type]
+    make_checkpoints_atomic(engine, handle)
     engine.save_checkpoint(str(tmp_path), tag)
     assert engine.load_checkpoint(str(tmp_path), tag) == "saved"
     assert engine.load_checkpoint(str(tmp_path)) == "saved"
@@ -69,14 +92,14 @@ def test_any_tag_of_deepspeed_is_saved_and_loaded(tag: object, tmp_path: Path) -
     [("zero_pp_rank_1_mp_rank_00", 2, "3"), ("mp_rank_00", 3, "0, 1 or 2"), ("mp_rank_00", 1, "")],
 )
 def test_a_checkpoint_of_zero_3_is_refused_at_another_stage(
-    universal: bool, files: str, stage: int, saved: str, tmp_path: Path
+    universal: bool, files: str, stage: int, saved: str, tmp_path: Path, handle: Handle
 ) -> None:
     """DeepSpeed's own error is an AssertionError without a message."""
     engine: Any = Engine()
     engine.load_universal_checkpoint = lambda: universal
     engine.zero_optimization_stage = lambda: stage
     engine.load_checkpoint = lambda folder, tag: (None, {})
-    make_checkpoints_atomic(engine, SimpleNamespace(set=setattr))  # type: ignore[arg-type]
+    make_checkpoints_atomic(engine, handle)
     (tmp_path / "step1").mkdir()
     torch.save({}, tmp_path / "step1" / f"{files}_model_states.pt")
     (tmp_path / ("latest_universal" if universal else "latest")).write_text("step1")
@@ -106,7 +129,9 @@ class UniversalOptimizer(DeepSpeedZeroOptimizer_Stage3):
         return torch.zeros(2)
 
 
-def test_groups_keep_their_own_steps_and_options_in_a_universal_checkpoint(tmp_path: Path) -> None:
+def test_groups_keep_their_own_steps_and_options_in_a_universal_checkpoint(
+    tmp_path: Path, handle: Handle
+) -> None:
     """Of ZeRO 3: DeepSpeed's own loading shares one counter, and the first group's options."""
     optimizer: Any = UniversalOptimizer()
     groups = [{"weight_decay": 0.5 * k, "lr": 0.1 * (k + 1), "params": [k]} for k in range(2)]
@@ -126,7 +151,7 @@ def test_groups_keep_their_own_steps_and_options_in_a_universal_checkpoint(tmp_p
         zero_optimization_stage=lambda: 3,
         optimizer=optimizer,
     )
-    make_checkpoints_atomic(engine, SimpleNamespace(set=setattr))  # type: ignore[arg-type]
+    make_checkpoints_atomic(engine, handle)
     engine.load_checkpoint(str(tmp_path), "u")
     inner, parameters = optimizer.optimizer, optimizer.fp32_partitioned_groups_flat
     assert [(g["weight_decay"], g["lr"]) for g in inner.param_groups] == [(0.0, 0.1), (0.5, 0.2)]
