@@ -84,16 +84,17 @@ def test_a_model_without_a_head_is_refused() -> None:
         find(transformers.LlamaModel(build("llama").config), TABLE)
 
 
-def with_lora(family: str, task_type: str) -> Any:
+def with_lora(family: str, task_type: str | None) -> Any:
     modules = ["q_proj", "v_proj"]
     lora = LoraConfig(task_type=task_type, r=2, target_modules=modules, init_lora_weights=False)
     return get_peft_model(build(family), lora)
 
 
-def test_lora_on_a_classifier_is_refused() -> None:
+@pytest.mark.parametrize(("family", "task_type"), [("llama_classes", "SEQ_CLS"), ("llama", None)])
+def test_lora_on_a_classifier_or_for_no_task_is_refused(family: str, task_type: str | None) -> None:
     def rank(comm: Any) -> None:
-        with pytest.raises(NotImplementedError, match="another head than a language model's"):
-            attach(with_lora("llama_classes", "SEQ_CLS"), sequence_parallel(comm), TABLE)
+        with pytest.raises(NotImplementedError, match="another head than .*CAUSAL_LM"):
+            attach(with_lora(family, task_type), sequence_parallel(comm), TABLE)
 
     run_threads(2, rank)
 
