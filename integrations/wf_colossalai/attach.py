@@ -56,8 +56,7 @@ def attach(
     if head_is_over_all_rows(model) and outermost(model) != [model]:
         raise NotImplementedError(
             f"{type(model).__name__} around a model with another head than a language model's is "
-            "not supported: PEFT calls such a model past its hooks. Of a causal language model "
-            'LoraConfig(task_type="CAUSAL_LM") makes a wrapper that is'
+            "not supported: PEFT calls such a model past its hooks"
         )
     if outermost(model):  # `model` itself, or inside PEFT's
         handle = attach_pretrained(model, sp)

@@ -64,6 +64,7 @@ def find(model: nn.Module, table: Mapping[str, AttentionModule]) -> AttentionMod
     if not name.endswith(rows[0].heads) and not head_is_over_all_rows(model):
         raise ValueError(
             f"{name} is neither a language model ({', '.join('...' + x for x in rows[0].heads)}) "
-            "nor a model with another head on one"
+            "nor a model with another head on one; PEFT makes a PeftModelForCausalLM of one with "
+            'LoraConfig(task_type="CAUSAL_LM")'
         )
     return rows[0]

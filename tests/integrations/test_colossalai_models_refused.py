@@ -90,13 +90,17 @@ def with_lora(family: str, task_type: str | None) -> Any:
     return get_peft_model(build(family), lora)
 
 
-@pytest.mark.parametrize(("family", "task_type"), [("llama_classes", "SEQ_CLS"), ("llama", None)])
-def test_lora_on_a_classifier_or_for_no_task_is_refused(family: str, task_type: str | None) -> None:
+def test_lora_on_a_classifier_is_refused() -> None:
     def rank(comm: Any) -> None:
-        with pytest.raises(NotImplementedError, match="another head than .*CAUSAL_LM"):
-            attach(with_lora(family, task_type), sequence_parallel(comm), TABLE)
+        with pytest.raises(NotImplementedError, match="another head than a language model's"):
+            attach(with_lora("llama_classes", "SEQ_CLS"), sequence_parallel(comm), TABLE)
 
     run_threads(2, rank)
+
+
+def test_lora_for_no_task_is_refused_with_the_task_to_give() -> None:
+    with pytest.raises(ValueError, match='PeftModel is neither .*task_type="CAUSAL_LM"'):
+        find(with_lora("llama", None), TABLE)
 
 
 def test_an_error_leaves_the_model_as_it_was() -> None:
