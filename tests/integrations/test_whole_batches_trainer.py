@@ -25,6 +25,7 @@ from tests.integrations.transformers_models import one_rank, sequence_parallel  
 from wf_transformers import WholeBatchHooks, attach, counted_by_group  # noqa: E402
 from wf_transformers.comparison.dropout import restored_draws  # noqa: E402
 from wf_transformers.whole_batches import by_group  # noqa: E402
+from wf_transformers.whole_batches.by_group import GroupsAsProcesses  # noqa: E402
 from wf_transformers.whole_batches.log_probabilities import generate_alone  # noqa: E402
 from wf_transformers.whole_batches.trainer import (  # noqa: E402
     counting_groups,
@@ -117,6 +118,21 @@ def test_a_trainer_counts_a_group_as_one_process(monkeypatch: pytest.MonkeyPatch
         assert shared_operations(trainer, len, "its batch's") == 11 / 2
         assert trainer.counts(x) == [4, 3, [10, 11, 12, 13], [10, 11, 12, 13]]
     assert counting(x) == trainer.counts(x)  # nothing is connected
+
+
+def test_an_accelerator_of_groups_adds_up_groups_and_keeps_what_is_set() -> None:
+    """The ranks of a group have equal numbers, as the ratios that TRL's trainers add up."""
+    factors = {"sum": 4, "max": 1}
+    accelerator: Any = SimpleNamespace(
+        num_processes=4, process_index=3, reduce=lambda x, reduction, _: factors[reduction] * x
+    )
+    groups = GroupsAsProcesses(accelerator, 2)
+    for x in (torch.tensor([3, 5]), torch.tensor([0.5, 2.0])):
+        assert groups.reduce(x).tolist() == (2 * x).tolist()
+        assert groups.reduce(x).dtype == x.dtype
+        assert groups.reduce(x, reduction="max").tolist() == x.tolist()
+    groups.step = 7
+    assert accelerator.step == groups.step == 7
 
 
 def warnings_of_resuming(loader: Any, accumulation: int, step: int, epoch: float) -> list[str]:

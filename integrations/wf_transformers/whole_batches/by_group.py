@@ -149,17 +149,37 @@ class GroupsAsProcesses:
         process_index: the number of this rank's group.
     """
 
+    num_processes: int
+    process_index: int
+    _accelerator: Any
+    _size: int
+
     def __init__(self, accelerator: Any, size: int) -> None:
-        self._accelerator = accelerator
-        self.num_processes = accelerator.num_processes // size
-        self.process_index = accelerator.process_index // size
+        vars(self).update(
+            _accelerator=accelerator,
+            _size=size,
+            num_processes=accelerator.num_processes // size,
+            process_index=accelerator.process_index // size,
+        )
 
     def gather(self, tensor: Any) -> Any:
         """The tensors of the first rank of every group, along dim 0."""
         return gathering_by_group(self._accelerator, self._accelerator.gather, tensor)
 
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum (or "mean", "max") over the groups, whose ranks have equal tensors."""
+        reduced = self._accelerator.reduce(tensor, reduction, scale)
+        return recursively_apply(self._of_groups, reduced) if reduction == "sum" else reduced
+
+    def _of_groups(self, total: Tensor) -> Tensor:
+        is_float = total.is_floating_point()
+        return total / self._size if is_float else total // self._size
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._accelerator, name, value)
 
 
 FUNCTIONS: Mapping[str, Mapping[str, Function]] = MappingProxyType(
