@@ -236,12 +236,12 @@ class WholeBatchHooks:
         if call.loss == "by_token":
             gather, aux_loss = partial(self._whole, call=call), router_loss(model, output)
             return type(output)(**fused_fields(output, call.num_items, gather, aux_loss))
-        fields, fused = dict(output), call.loss == "fused"
+        fused = call.loss == "fused"
         logits = output["loss"] if fused else logits_of(model, output, seqlen_of(call.local))
+        # router logits are of this rank's tokens
+        fields = dict(output) | dict.fromkeys({"router_logits"} & output.keys())
         if call.local.get("labels") is not None:
             fields["loss"] = self._loss(model, logits, call, router_loss(model, output))
-        if "router_logits" in fields:
-            fields["router_logits"] = None  # of this rank's tokens
         if call.logits == "whole":
             fields["logits"] = self._whole(logits, call)
         elif call.logits == "hidden":
