@@ -22,15 +22,14 @@ T = TypeVar("T")
 
 
 def eager(fn: Callable[P, T], refusal: str = "") -> Callable[P, T]:
-    """fn, under `torch.compiler.disable` as soon as the compiler is imported.
+    """fn, at which torch.compile breaks its graph, and neither traces nor compiles what it calls.
 
-    torch's own decorator would import the compiler in every process that imports this package, and
-    that takes about as long as importing torch.
+    As `torch.compiler.disable`, which would import the compiler in every process that imports this
+    package: that takes about as long as importing torch.
 
     Args:
         refusal: the error of torch.export and torch.jit.trace; empty: that for a function of `sp`.
     """
-    disabled: Any = None  # torch.compiler.disable(fn), once the compiler is imported
     refusal = refusal or (
         f"torch.export or torch.jit.trace of a model that calls sp.{fn.__name__} is not supported, "
         "since what a rank does follows from the other ranks: export the model without it, with "
@@ -39,30 +38,19 @@ def eager(fn: Callable[P, T], refusal: str = "") -> Callable[P, T]:
 
     @wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        nonlocal disabled
         if _is_exporting() or _is_tracing():
             raise NotImplementedError(refusal)
-        if "torch._dynamo" not in sys.modules:  # then nothing is compiled
-            return fn(*args, **kwargs)
-        disabled = disabled or torch.compiler.disable(fn)
-        return disabled(*args, **kwargs)
+        return fn(*args, **kwargs)
 
-    _exclude_from_tracing(call, refusal)
-    return call
-
-
-def _exclude_from_tracing(fn: Any, reason: str) -> None:
-    """Have torch.compile break its graph at fn, and skip the frames of fn and of its callees.
-
-    Otherwise the compiler would compile the frame of `call`, which all eager functions share, again
-    for every function and number of arguments, up to its limit.
-    """
-    fn._torchdynamo_disable = True
-    fn._torchdynamo_disable_msg = reason
+    excluded: Any = call
     frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
-    if hasattr(frames, "set_code_exec_strategy"):  # not in torch 2.6
+    if hasattr(frames, "set_code_exec_strategy"):
         skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(fn.__code__, frames._FrameExecStrategy(skip, skip))
+        frames.set_code_exec_strategy(excluded.__code__, frames._FrameExecStrategy(skip, skip))
+        excluded._torchdynamo_disable, excluded._torchdynamo_disable_msg = True, refusal
+    else:  # torch 2.6
+        excluded = torch.compiler.disable(excluded)
+    return excluded
 
 
 def uncompiled() -> AbstractContextManager[Any]:
