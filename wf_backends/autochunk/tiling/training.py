@@ -37,6 +37,8 @@ from wf_backends.autochunk.tiling.tiles import Tiles, install, tile_modules
 
 MIN_INNER_RATIO = 2
 """A module is worth tiling if inner_bytes / io_bytes is at least this."""
+MIN_SAVED_SHARE = 0.01
+"""Equal modules are tried if what they compute inside takes at least this share of the peak."""
 MIN_ROWS = 128
 """A tile has at least these rows, and where the budget demands it MIN_ROWS_FOR_BUDGET."""
 MIN_ROWS_FOR_BUDGET = 16
@@ -120,7 +122,8 @@ def plan_training(
             for group in search.groups:
                 if target is not None and plan.peak <= target:
                     break
-                plan = search.extended(plan, group, max_slowdown)
+                if sum(c.inner_bytes for c in group) >= MIN_SAVED_SHARE * peak_before:
+                    plan = search.extended(plan, group, max_slowdown)
         while target is not None and plan.peak > target:
             finer = search.finer(plan)
             if finer is None:
