@@ -12,6 +12,7 @@ needed by some rank. Only a sliding window on a contiguous or a zigzag layout en
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil, inf
 
 from wf_backends.cost.exact_cost import buffer_bytes
@@ -51,8 +52,9 @@ class ClosedForm:
         take. In the first step rows of the side that stays arrive, in the last step their results
         leave: see `_edge_s`.
         """
-        topology, rows, once = self.topology, self.row_bytes, shape.cross_once
+        topology, rows = self.topology, self.row_bytes
         stay, walk = self.kind.ordered(shape.queries, shape.keys)
+        stay = replace(stay, cross_once=shape.cross_once)
         live_hops = self._live_hops(shape)
         step_s = self.tiles_s / (live_hops + 1)
         gather, to_owners = self._walker_bytes(shape, walk)
@@ -64,7 +66,7 @@ class ClosedForm:
             is_first, is_last = index == 0, index == len(hops) - 1
             if stay.foreign and (is_first or is_last):
                 arriving, leaving = fetched if is_first else 0.0, results if is_last else 0.0
-                edge_s, extra_s = self._edge_s(stay, once, step_s, hop, arriving, leaving)
+                edge_s, extra_s = self._edge_s(stay, step_s, hop, arriving, leaving)
                 seconds, compute_s = seconds + edge_s, compute_s + extra_s
             else:
                 step_and_hold_s = hop.hold_s(topology) + step_s + self.call_s
@@ -72,7 +74,7 @@ class ClosedForm:
         held_rows = stay.shards * self.shard_rows[0], walk.shards * self.shard_rows[1]
         gathered_bytes = held_rows[0] * rows.stay.row if stay.foreign else 0.0
         gathered_bytes += held_rows[1] * rows.walk.row if walk.foreign else 0.0
-        exchanges = (stay.exchange(topology, n, cross_once=once) for n in (fetched, results))
+        exchanges = (stay.exchange(topology, n) for n in (fetched, results))
         all_sent = [*hops, *((1, sent) for sent in (gather, to_owners, *exchanges))]
         chunk_cost = Cost(
             seconds,
@@ -86,13 +88,7 @@ class ClosedForm:
         return pipelined(self.split, chunk_cost)
 
     def _edge_s(
-        self,
-        stay: HeldShards,
-        once: bool,
-        step_s: float,
-        hop: LinkBytes,
-        arriving: float,
-        leaving: float,
+        self, stay: HeldShards, step_s: float, hop: LinkBytes, arriving: float, leaving: float
     ) -> tuple[float, float]:
         """(seconds of the first or the last step, seconds that it computes more than other steps).
 
@@ -103,22 +99,21 @@ class ClosedForm:
         r the tiles before those of the last bundle.
 
         Args:
-            once: whether rows cross to a host once.
             arriving, leaving: bytes of one owner.
         """
         topology, call_s = self.topology, self.call_s
         owners = bundle_sizes(stay.foreign)  # how many, by bundle
         calls, waiting_owners, pass_on_s = len(owners) + stay.own, owners[-1], 0.0
-        if once and stay.axis is not None:  # tiles wait for the last bundle of hosts, passed on
+        if stay.cross_once and stay.axis is not None:
+            # tiles wait for the last bundle of hosts, passed on
             per_host = stay.axis.per_host
             hosts = bundle_sizes(max(1, stay.axis.size // per_host - 1))
             calls = CALLS_PER_BUNDLE * (len(hosts) + 1)
             waiting_owners = sum(hosts[-2:]) * per_host
             passed_on = hosts[-1] * (per_host - 1) * max(arriving, leaving)
             pass_on_s = topology.inside.seconds(passed_on)
-        fetch = stay.exchange(topology, arriving, cross_once=once)
-        results = stay.exchange(topology, leaving, cross_once=once)
-        earlier = stay.exchange(topology, leaving, owners[-1], once)
+        fetch, results = (stay.exchange(topology, num_bytes) for num_bytes in (arriving, leaving))
+        earlier = stay.exchange(topology, leaving, owners[-1])
         last = LinkBytes(results.nic - earlier.nic, results.inside - earlier.inside)
         hold_s = sum(sent.hold_s(topology) for sent in (fetch, hop, results))
         waiting_s = waiting_owners / stay.shards * step_s + call_s

@@ -62,20 +62,19 @@ class HeldShards:
     """The axis along which their owners lie; None: owners may be any ranks."""
     own: int = 1
     """1 if the rank's own shard is among them, else 0."""
+    cross_once: bool = False
+    """Whether rows cross to a host once and are passed on inside."""
 
     @property
     def foreign(self) -> int:
         """How many of the shards come from other ranks."""
         return self.shards - self.own
 
-    def exchange(
-        self, topology: Topology, num_bytes: float, skip_last: int = 0, cross_once: bool = False
-    ) -> LinkBytes:
+    def exchange(self, topology: Topology, num_bytes: float, skip_last: int = 0) -> LinkBytes:
         """The bytes if every rank sends `num_bytes` to each other rank that shares this side.
 
         Args:
             skip_last: how many of these ranks to leave out, the last ones: neighbours come first.
-            cross_once: rows cross to a host once and are passed on inside.
         """
         receivers, ranks_per_nic = self.foreign - skip_last, topology.ranks_per_nic
         if receivers == 0 or num_bytes == 0:
@@ -86,7 +85,7 @@ class HeldShards:
         per_host = self.axis.per_host
         near = min(receivers, per_host - 1)
         inside, far = min(near, 1) if topology.direct_links else near, receivers - near
-        if cross_once:
+        if self.cross_once:
             far /= per_host  # one receiver of each other host gets the rows, and passes them on
             inside += far if topology.direct_links else far * (per_host - 1)
         return LinkBytes(ranks_per_nic * far * num_bytes, inside * num_bytes)
