@@ -77,8 +77,6 @@ class HeldShards:
             skip_last: how many of these ranks to leave out, the last ones: neighbours come first.
         """
         receivers, ranks_per_nic = self.foreign - skip_last, topology.ranks_per_nic
-        if receivers == 0 or num_bytes == 0:
-            return NOTHING
         if self.axis is None:
             sent, on_one_host = receivers * num_bytes, topology.hosts == 1
             return LinkBytes(inside=sent) if on_one_host else LinkBytes(ranks_per_nic * sent)

@@ -158,5 +158,5 @@ class Cost:
             self.inside_bytes + other.inside_bytes,
             max(self.memory_bytes, other.memory_bytes),
             self.gathered_bytes + other.gathered_bytes,
-            (*self.spans, *later) if other.spans else self.spans,
+            (*self.spans, *later),
         )
