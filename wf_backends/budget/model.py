@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from wf_backends._validation import positive
 
 MAX_ELEMENTS = 10**15
+SIZES = ("layers", "hidden", "vocabulary", "heads", "kv_heads", "head_dim", "parameters", "itemsize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +94,12 @@ class Decoder:
     """Why the layers could not be counted in the model."""
 
     def __post_init__(self) -> None:
-        allowed = {"experts": self.experts, "value_dim": None, "is_capped": self.is_capped}
-        allowed |= {"kinds": self.kinds, "last_norm": self.last_norm, "uncounted": self.uncounted}
-        if self.experts:
-            allowed["intermediate"] = 0
-        for size in fields(self):
-            value = getattr(self, size.name)
-            if size.name not in allowed or value != allowed[size.name]:
-                positive(size.name, value, MAX_ELEMENTS)
+        for name in SIZES:
+            positive(name, getattr(self, name), MAX_ELEMENTS)
+        if self.intermediate or not self.experts:
+            positive("intermediate", self.intermediate, MAX_ELEMENTS)
+        if self.value_dim is not None:
+            positive("value_dim", self.value_dim, MAX_ELEMENTS)
 
     @property
     def expert_weights(self) -> int:

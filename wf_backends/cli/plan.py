@@ -26,7 +26,6 @@ from wf_backends.planner import (
     Request,
     all_plans,
     best_plan,
-    check_memory,
     milliseconds,
     plan_for,
     price_plan,
@@ -107,7 +106,7 @@ def answer(
     cluster, workload, mask = asked.topology, asked.workload, asked.workload.mask
     make_layout(workload.layout, cluster.size, workload.seqlen, mask.cu_seqlens, mask.slices)
     request = priced(asked)
-    best = check_memory(plan_for(asked), request)
+    best = plan_for(asked)
     all_ranked = [best, *(plan for plan in all_plans(request) if plan.choice != best.choice)]
     plans, ring = all_ranked[:top], plain_ring(request)
     reasons = [reason(best, asked), why(best, ring, request)]
