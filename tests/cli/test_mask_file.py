@@ -30,6 +30,18 @@ def test_plan_counts_slices(wallfacer_json, tmp_path) -> None:
     assert balanced["plans"][0]["config"]["layout"] == "balanced"
 
 
+def test_plan_hints_at_no_layout_that_does_not_fit_the_memory(wallfacer_json, tmp_path) -> None:
+    slices = (0, 1953, 1789, 2933), (1953, 3965, 1140, 2308), (3965, 4096, 776, 1144)
+    mask = write_mask(tmp_path, sliced(*((*ends, "full") for ends in slices)))
+    heads = ["--heads", "8", "--kv-heads", "2", "--head-dim", "64", "--seqlen", "4096"]
+    command = ["plan", *heads, "--topology", "one-host", "--ranks", "4", "--mask", mask]
+    least = {"contiguous": 0.00751, "balanced": 0.00778, "zigzag": 0.00787}  # GiB of a plan
+    for layout, gib in least.items():
+        plan = wallfacer_json(*command, "--layout", layout, "--memory-gib", str(gib + 1e-5))
+        assert plan["plans"][0]["config"]["layout"] == layout
+        assert (layout == "zigzag") == ("is faster" in plan["reason"])
+
+
 def test_explain_shows_the_mask(wallfacer, tmp_path) -> None:
     mask = ["--mask", write_mask(tmp_path, FRAMES), "--layout", "balanced"]
     code, out, _ = wallfacer("explain", "ring", *SMALL, "--ranks", "4", *mask)

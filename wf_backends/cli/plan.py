@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from typing import Annotated, Any
@@ -189,11 +190,11 @@ def other_layout(best: Plan, request: Request) -> list[str]:
     layouts = ("contiguous",) if mask.band.left < inf else ()
     if mask.slices is not None:
         layouts = ("balanced", "contiguous")
-    seconds = {
-        layout: best_plan(replace(request, workload=replace(workload, layout=layout))).cost.seconds
-        for layout in layouts
-        if layout != workload.layout
-    }
+    seconds = dict[str, float]()
+    for layout in (layout for layout in layouts if layout != workload.layout):
+        other = replace(request, workload=replace(workload, layout=layout))
+        with suppress(ValueError):  # no plan with this layout fits the memory
+            seconds[layout] = best_plan(other).cost.seconds
     layout = min(seconds, key=seconds.__getitem__, default="")
     if not layout or seconds[layout] >= best.cost.seconds:
         return []
