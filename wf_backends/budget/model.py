@@ -7,16 +7,7 @@ from dataclasses import dataclass, fields
 from wf_backends._validation import positive
 
 MAX_ELEMENTS = 10**15
-SIZES = (
-    "layers",
-    "hidden",
-    "vocabulary",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "parameters",
-    "itemsize",
-)
+SIZES = "layers hidden vocabulary heads kv_heads head_dim parameters itemsize".split()
 
 
 @dataclass(frozen=True, slots=True)
