@@ -42,6 +42,15 @@ def test_slices_are_planned_for_with_ends_on_a_grid():
     assert workload.seqlen == max(part.q[1] for part in workload.mask.slices) == 2001
 
 
+@pytest.mark.parametrize("mask_type", ("full", "causal", "inverse_causal", "bicausal"))
+def test_slices_that_a_grid_empties_are_left_out(mask_type):
+    """The 20 queries in the middle are less than half a cell."""
+    slices = (0, 1000, 0, 1000), (1000, 1020, 0, 1000), (1020, S, 0, S)
+    request = request_for(make_mask(**sliced(*((*ends, mask_type) for ends in slices))))
+    planned = representative(request).workload.mask.slices
+    assert [part.q for part in planned] == [(0, 1024), (1024, S)]
+
+
 def test_slices_that_a_grid_would_lose_are_planned_for_as_they_are():
     """Documents of 16 tokens, a quarter of a cell."""
     documents = ((start, start + 16, start, start + 16, "causal") for start in range(0, S, 16))

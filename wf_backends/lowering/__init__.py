@@ -3,6 +3,7 @@
 from wf_backends.lowering.areas import (
     BACKWARD_FLOPS,
     mask_area,
+    slice_area,
     tile_area,
     unevenness,
     wasted_area,
@@ -57,6 +58,7 @@ __all__ = [
     "forward_row_bytes",
     "mask_area",
     "parcels",
+    "slice_area",
     "lower",
     "make_tiles",
     "tile_area",

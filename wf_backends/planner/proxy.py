@@ -18,6 +18,7 @@ from random import Random
 from statistics import NormalDist
 
 from wf_backends.cost import Workload
+from wf_backends.lowering import slice_area
 from wf_backends.planner.head_splits import legal_degrees
 from wf_backends.planner.plan import EXACT_UP_TO, Request
 from wf_backends.schedule import LAYOUTS, Mask, Placed, Range
@@ -65,7 +66,7 @@ def _on_grid(workload: Workload) -> Workload:
         s._replace(q=_on_cells(s.q, workload.seqlen), k=_on_cells(s.k, workload.num_keys))
         for s in workload.mask.slices or ()
     ]
-    slices = tuple(s for s in moved if s.distances[0] <= s.distances[1])  # others see nothing
+    slices = tuple(filter(slice_area, moved))  # without those that see nothing now
     coarse = replace(workload, mask=Mask(slices=slices))
     error = abs(coarse.scores - workload.scores)
     return coarse if slices and error <= MAX_GRID_ERROR * workload.scores else workload
