@@ -74,7 +74,6 @@ def attach(
         if head_is_over_all_rows(model):
             is_last = stages.is_last_stage if stages else lambda: True
             HeadHooks(model, handle, is_last)  # type: ignore[arg-type]
-            handle.share_operations(model)
         elif row.cut == "tokens":
             TokenHooks(model, handle, row.causal, tensor_parallel)
         if stages is not None:

@@ -19,8 +19,6 @@ from wf_backends.parallel import IGNORE_INDEX, mask_arguments
 from wf_transformers.attention.function import Attention
 from wf_transformers.replace import set_until, temporarily_replace
 
-OPERATIONS = "floating_point_ops"
-
 
 class Handle:
     """One attached model. `remove()`, or the end of a `with` block, detaches it.
@@ -207,17 +205,6 @@ class Handle:
         """Call hook(module, args, output) after each forward of a module, until `remove()`; with
         `always` also after one that raised. It returns None, or what replaces the output."""
         self.undo.callback(module.register_forward_hook(hook, always_call=always).remove)
-
-    def share_operations(self, counter: Any) -> None:
-        """Count a rank's part of a whole batch's operations: the Trainer sums them over all ranks.
-
-        Args:
-            counter: an object that may have `floating_point_ops`: the model in transformers 4, the
-                Trainer in 5.
-        """
-        original = getattr(counter, OPERATIONS, None)
-        if original is not None:
-            self.set(counter, OPERATIONS, lambda *args, **kw: original(*args, **kw) / self.sp.size)
 
     def remove(self) -> None:
         """Undo everything that was attached. A second call does nothing."""

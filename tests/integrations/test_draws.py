@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,7 +29,7 @@ from tests.integrations.transformers_models import batch, build, sequence_parall
 from wf_backends import SequenceParallel  # noqa: E402
 from wf_transformers import WholeBatchHooks, attach  # noqa: E402
 from wf_transformers.rng import RankRng, uses_rng_in_training  # noqa: E402
-from wf_transformers.whole_batches.hooks import GROUP_SIZE  # noqa: E402
+from wf_transformers.whole_batches.loaders import GROUPS, GroupSizes  # noqa: E402
 from wf_transformers.whole_batches.trainer import resuming  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -113,10 +114,12 @@ def test_noise_of_neftune_is_scaled_by_the_tokens_of_all_ranks() -> None:
 
 def draws_after_loading(comm: Any) -> list[float]:
     """Draws of ranks with seeds of their own, two of which share a sequence."""
-    model = torch.nn.Linear(1, 1)
-    vars(model)[GROUP_SIZE] = 2
-    args = SimpleNamespace(device=CPU)
-    trainer = SimpleNamespace(model=model, args=args, is_world_process_zero=lambda: False)
+    accelerator = SimpleNamespace(**{GROUPS: GroupSizes([lambda: 2], ExitStack())})
+    trainer = SimpleNamespace(
+        accelerator=accelerator,
+        args=SimpleNamespace(device=CPU),
+        is_world_process_zero=lambda: False,
+    )
     resuming(trainer, lambda _: set_seed(comm.rank), "checkpoint")
     return draws()
 

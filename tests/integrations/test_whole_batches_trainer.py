@@ -140,7 +140,7 @@ def warnings_of_resuming(loader: Any, accumulation: int, step: int, epoch: float
     args = SimpleNamespace(ignore_data_skip=False, gradient_accumulation_steps=accumulation)
     trainer = SimpleNamespace(
         args=args,
-        model=torch.nn.Linear(1, 1),
+        accelerator=None,
         callback_handler=SimpleNamespace(train_dataloader=loader),
         state=SimpleNamespace(global_step=step, epoch=epoch),
         is_world_process_zero=lambda: True,

@@ -65,7 +65,7 @@ from wf_transformers.whole_batches.heads import HeadHooks, head_is_over_all_rows
 from wf_transformers.whole_batches.sharded_logits import ShardedLogits, Unusable
 
 WHOLE_LOGITS = "whole_logits"
-GROUP_SIZE = "wallfacer_group_size"  # attribute of the model: ranks that take the same batch
+TAKES_WHOLE = "wallfacer_takes_whole_batches"  # attribute set on the model
 
 
 class WholeBatchHooks:
@@ -85,7 +85,7 @@ class WholeBatchHooks:
     def __init__(
         self, model: nn.Module, handle: Handle, whole_logits: bool = False, head: Head | None = None
     ) -> None:
-        if handle.sp.size > 1 and GROUP_SIZE in vars(model):
+        if handle.sp.size > 1 and TAKES_WHOLE in vars(model):
             raise ValueError(
                 f"{type(model).__name__} takes whole batches already, and would cut them twice: "
                 "call remove() of what connected it first"
@@ -100,7 +100,7 @@ class WholeBatchHooks:
         self._noise = ExitStack()
         handle.whole_batches = True
         with recorded_changes(handle):
-            handle.set(model, GROUP_SIZE, handle.sp.size)
+            handle.set(model, TAKES_WHOLE, True)
             if not is_cut_inside(model):  # such a model takes whole batches without hooks
                 self._register(model)
 

@@ -23,7 +23,7 @@ from wf_transformers.replace import set_until, temporarily_replace
 from wf_transformers.rng import draw_alike
 from wf_transformers.whole_batches.by_group import FUNCTIONS, GroupsAsProcesses
 from wf_transformers.whole_batches.custom_loss import NUM_ITEMS
-from wf_transformers.whole_batches.hooks import GROUP_SIZE, WHOLE_LOGITS
+from wf_transformers.whole_batches.hooks import WHOLE_LOGITS
 from wf_transformers.whole_batches.loaders import gathering_by_group, group_size
 from wf_transformers.whole_batches.log_probabilities import hooks_on
 
@@ -63,17 +63,13 @@ def _modules_that_import(name: str, cls: type) -> list[ModuleType]:
     return [m for m in modules if m and getattr(m, name, None) is getattr(accelerate.utils, name)]
 
 
-def _group_size(model: nn.Module) -> int:
-    return next((vars(m)[GROUP_SIZE] for m in model.modules() if GROUP_SIZE in vars(m)), 1)
-
-
 def resuming(trainer: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Replaces the Trainer's `_load_rng_state`, which it calls once, when it resumes.
 
     A job of other ranks saved other random numbers for the ranks of a sequence, or none.
     """
     original(*args, **kwargs)
-    size = _group_size(trainer.model)
+    size = group_size(trainer.accelerator)
     if size > 1:
         draw_alike(size, trainer.args.device)
     if trainer.is_world_process_zero():
