@@ -108,8 +108,8 @@ class WallFacerPolicy(Policy):
         """Compare the model on all ranks with the model on one, while every rank has all of it."""
         self._sp, self._model_options = self._read_config()
         attach_model = partial(attach, self.model, self._sp, self.table)
-        attach_model = self._model_options.attaching(self.model, attach_model)
-        verify(self.model, self._sp, attach_model, self._model_options.verify, whole_batches=True)
+        attached = partial(self._model_options.attached, self.model, attach_model)
+        verify(self.model, self._sp, attached, self._model_options.verify, whole_batches=True)
         return self.native.preprocess()
 
     def module_policy(self) -> dict[Any, ModulePolicyDescription]:
@@ -135,7 +135,6 @@ class WallFacerPolicy(Policy):
         options = self._model_options
         is_whole = stages is None and not config.enable_tensor_parallelism
         attach_model = partial(attach, self.model, self._sp, self.table, group, stages)
-        attach_model = options.attaching(self.model, attach_model)
         self.handle = attach_by(options, self.model, self._sp, attach_model, compares=is_whole)
         if self._config is None and self.of_plugin is not None:
             self.of_plugin[0].undo.push(self.handle.undo)

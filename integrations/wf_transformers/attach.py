@@ -243,7 +243,7 @@ def scope_documents(
     attention.documents.scoped = True
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[Any, Kwargs]:
-        attention.documents.push(of_call(kwargs))  # before any error: `leave` always runs
+        attention.documents.push(of_call(kwargs))  # before any error: `pop` always runs
         attention.was_called = False
         return args, change(args, kwargs)
 
@@ -258,13 +258,10 @@ def scope_documents(
             raise NotImplementedError(problem)
         # otherwise another name of ours: the model was attached once more
 
-    def leave(*_: Any) -> None:
-        attention.documents.pop()
-
     if problem is not None and handle.sp.size > 1:
         handle.after(model, check_was_called)
     handle.before(model, enter)
-    handle.after(model, leave, always=True)
+    handle.after(model, attention.documents.pop, always=True)
 
 
 def no_registry_error(model: nn.Module) -> str:

@@ -64,21 +64,21 @@ class ModelOptions:
             latents,
         )
 
-    def attaching(self, model: nn.Module, attach: Callable[[], Handle]) -> Callable[[], Handle]:
-        """`attach`, followed by `send_latents` if the option "latents" is set.
-
-        `verify` compares the model attached in this way, since its results are those of one rank.
-        """
-        latents = partial(send_latents, model)
-        return partial(_attach_then, attach, latents) if self.latents else attach
-
-
-def _attach_then(attach: Callable[[], Handle], step: Callable[[Handle], Any]) -> Handle:
-    """Attach, and do a step more; an error in it detaches."""
-    handle = attach()
-    with handle.removed_on_error():
-        step(handle)
-    return handle
+    def attached(
+        self,
+        model: nn.Module,
+        attach: Callable[[], Handle],
+        hook: Callable[[Handle], Any] | None = None,
+    ) -> Handle:
+        """Attach a model as `verify` compares it: with the options that change what its ranks
+        send, and with `hook`, which adds hooks."""
+        handle = attach()
+        with handle.removed_on_error():
+            if self.latents:
+                send_latents(model, handle)
+            if hook is not None:
+                hook(handle)
+        return handle
 
 
 def attach_by(
@@ -93,7 +93,7 @@ def attach_by(
 
     Args:
         model: not yet attached.
-        attach: attaches it: the result of `options.attaching`.
+        attach: attaches it, without its options.
         labelled: as in `plan_tiles`.
         compares: whether to compare the model with itself on one rank on its first training batch,
             if `options.verify` is not False.
@@ -101,7 +101,7 @@ def attach_by(
     plan = plan_tiles(model, options.autochunk, sp.size, labelled, options.checkpointing)
     first_step = FirstStep(model, options.verify if compares else False)
     with first_step.changes.recorded():
-        handle = attach()
+        handle = options.attached(model, attach)
         with handle.removed_on_error():
             checkpoint_activations(model, handle, options.checkpointing)
             apply_tiles(model, handle, plan)
@@ -133,10 +133,9 @@ def attach_compared(
 
     Returns: as `attach_by`. Raises: as `verify`, and what `attach` raises.
     """
-    attach = options.attaching(model, attach)
     if compares:
-        hooked = attach if hook is None else partial(_attach_then, attach, hook)
-        verify(model, sp, hooked, options.verify, whole_batches=whole_batches, gather=gather)
+        attached = partial(options.attached, model, attach, hook)
+        verify(model, sp, attached, options.verify, whole_batches=whole_batches, gather=gather)
     return attach_by(options, model, sp, attach, labelled, compares)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor
@@ -47,15 +47,14 @@ def temporarily_replace(owner: Any, name: str, function: Callable[..., Any]) -> 
 
     Args:
         owner: a module, a class or an object.
-        name: of an attribute. If `owner` has none of this name, `original` is None.
+        name: of an attribute that it has.
     """
-    original = getattr(owner, name, None)
+    original = getattr(owner, name)
 
+    @wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return function(original, *args, **kwargs)
 
-    if original is not None:
-        functools.update_wrapper(replacement, original)
     with ExitStack() as stack:
         set_until(stack, owner, name, replacement)
         yield
@@ -66,7 +65,7 @@ def run_hooks_inside_peft(model: Any, undo: ExitStack) -> None:
     model, past its hooks."""
     for module in model.modules():
         if getattr(type(module).forward, "__module__", None) == "peft.tuners.tuners_utils":
-            set_until(undo, module, "forward", functools.partial(_call_inside, module))
+            set_until(undo, module, "forward", partial(_call_inside, module))
 
 
 def _call_inside(tuner: Any, *args: Any, **kwargs: Any) -> Any:

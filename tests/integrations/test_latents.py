@@ -6,6 +6,7 @@ The reference is the same model on one device, in float64.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -139,10 +140,9 @@ def test_verify_passes(num_latents: int) -> None:
     def rank(comm: Any) -> Any:
         config = SequenceParallelConfig.from_dict({"sequence_parallel_size": 2, **RING})
         sp, model = SequenceParallel(config, comm), models[comm.rank]
-        attach = ModelOptions(latents=True).attaching(
-            model, lambda: wf_transformers.attach_model(model, sp)
-        )
-        return wf_transformers.verify(model, sp, attach, "strict")
+        attach_model = partial(wf_transformers.attach_model, model, sp)
+        attached = partial(ModelOptions(latents=True).attached, model, attach_model)
+        return wf_transformers.verify(model, sp, attached, "strict")
 
     assert run_threads(2, rank)[0] is not None
 
@@ -177,9 +177,8 @@ def test_a_model_without_latents_is_refused_and_restored() -> None:
 def test_latents_beside_dsp_are_refused() -> None:
     """DSP's handle has registered no attention."""
     handle = wf_transformers.Handle(one_rank())
-    attach = ModelOptions(latents=True).attaching(build(DEEPSEEK), lambda: handle)
     with pytest.raises(ValueError, match='not beside "dsp"'):
-        attach()
+        ModelOptions(latents=True).attached(build(DEEPSEEK), lambda: handle)
 
 
 def test_dropout_between_latents_and_keys_is_refused() -> None:

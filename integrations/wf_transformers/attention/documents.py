@@ -77,7 +77,7 @@ class Documents:
         self._scopes.append(Scope(mask_kwargs, rows, seqlen))
         self.used = self.used or bool(mask_kwargs)
 
-    def pop(self) -> None:
+    def pop(self, *_: Any) -> None:
         if self._scopes:  # empty if a hook failed before the hook that pushes
             self._scopes.pop()
 

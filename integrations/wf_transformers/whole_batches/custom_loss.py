@@ -12,11 +12,11 @@ And models whose forward Liger's kernels replaced: from labels they make a loss 
 
 from __future__ import annotations
 
+import ast
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import getsource, signature, unwrap
-from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -123,15 +123,11 @@ def divides_by_items(model: nn.Module) -> bool:
     Masked models of transformers 5 take the argument and ignore it, as Mamba does in 4.
     """
     forwards = (vars(cls).get("forward") for cls in transformers_classes(type(model)))
-    sources = [getsource(unwrap(forward)) for forward in forwards if forward is not None]
-    calls = [call for source in sources for call in source.split("loss_function(")[1:]]
-    return any("**" in (text := _up_to_bracket(call)) or NUM_ITEMS in text for call in calls)
-
-
-def _up_to_bracket(text: str) -> str:
-    """The text before the bracket that closes one before it."""
-    depths = accumulate((c == "(") - (c == ")") for c in text)
-    return text[: next((i for i, depth in enumerate(depths) if depth < 0), len(text))]
+    sources = (getsource(unwrap(forward)) for forward in forwards if forward is not None)
+    trees = (ast.parse(f"if True:\n{source}") for source in sources)  # a method is indented
+    calls = (x for tree in trees for x in ast.walk(tree) if isinstance(x, ast.Call))
+    losses = (call for call in calls if getattr(call.func, "attr", "") == "loss_function")
+    return any(keyword.arg in (None, NUM_ITEMS) for loss in losses for keyword in loss.keywords)
 
 
 def output_embeddings(model: nn.Module) -> list[nn.Module]:
