@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+from transformers.models.mamba2 import modeling_mamba2  # noqa: E402
+
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.families import copy_and_spoil  # noqa: E402
@@ -180,6 +182,19 @@ def test_groups_that_do_not_divide_by_the_ranks_are_refused() -> None:
     layer = SimpleNamespace(num_heads=12, n_groups=3, A_log=torch.ones(12))
     with pytest.raises(NotImplementedError, match="its 3 groups cannot be shared by 4 ranks"):
         heads_and_groups(layer, 0, 4)
+
+
+def test_cuda_kernels_have_groups_side_by_side_also_of_a_layer_whose_class_fsdp2_derived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`fully_shard` makes a class in a file of torch's, which tells nothing of the kernels."""
+    monkeypatch.setattr(modeling_mamba2, "is_fast_path_available", True, raising=False)
+    derived = type("FSDPMamba2Mixer", (modeling_mamba2.Mamba2Mixer,), {"__module__": "torch"})
+    layer: Any = derived.__new__(derived)
+    nn.Module.__init__(layer)
+    layer.num_heads, layer.n_groups = 4, 2
+    layer.A_log = SimpleNamespace(device=torch.device("cuda"))
+    assert [heads_and_groups(layer, rank, 2)[0].tolist() for rank in (0, 1)] == [[0, 1], [2, 3]]
 
 
 def test_a_model_built_with_the_registered_name_needs_apply() -> None:

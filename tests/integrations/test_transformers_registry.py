@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 from transformers.models.bert import modeling_bert  # noqa: E402
+from transformers.models.modernbert import modeling_modernbert  # noqa: E402
 
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
@@ -149,6 +150,19 @@ def test_a_layers_argument_overrides_its_window(argument: dict[str, Any], window
         out, _ = ALL_ATTENTION_FUNCTIONS[name](layer, q, k, v, None, **argument)
     distance = torch.arange(8).unsqueeze(1) - torch.arange(8)
     expected = scaled_dot_product_attention(q, k, v, (0 <= distance) & (distance < window))
+    torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0, atol=1e-12)
+
+
+def test_a_window_on_both_sides_also_of_a_layer_whose_class_fsdp2_derived() -> None:
+    derived = type("FSDPModernBertAttention", (modeling_modernbert.ModernBertAttention,), {})
+    layer: Any = derived.__new__(derived)
+    torch.nn.Module.__init__(layer)
+    layer.is_causal = False
+    q, k, v = torch.randn(3, 1, 2, 8, 4, dtype=torch.float64)
+    with registered() as (_, name):
+        out, _ = ALL_ATTENTION_FUNCTIONS[name](layer, q, k, v, None, sliding_window=3)
+    distance = torch.arange(8).unsqueeze(1) - torch.arange(8)
+    expected = scaled_dot_product_attention(q, k, v, distance.abs() < 3)
     torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0, atol=1e-12)
 
 

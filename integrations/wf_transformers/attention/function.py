@@ -253,7 +253,7 @@ def _window(
     window: Window = getattr(module, "sliding_window", None) if requested == "own" else requested
     if isinstance(window, tuple):
         return window
-    if window is not None and type(module).__name__ in TWO_SIDED:
+    if window is not None and any(c.__name__ in TWO_SIDED for c in type(module).__mro__):
         return window - 1, window - 1
     if window is not None and not causal:
         raise NotImplementedError(

@@ -11,7 +11,6 @@ Source: DeepSeek-V4, section 2.3, of which the equations are.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -28,7 +27,7 @@ from wf_transformers.attention.function import Attention
 from wf_transformers.calls import Kwargs
 from wf_transformers.families.indexers import SCORES_OF_BLOCK
 from wf_transformers.handle import Handle
-from wf_transformers.models import row_of, transformers_class
+from wf_transformers.models import file_of, row_of
 
 COMPRESSED: Mapping[str, bool] = MappingProxyType({"DeepseekV4Attention": True})
 """Attention with a compressor, by the name of a class of transformers; its `compressor` is None in
@@ -124,7 +123,7 @@ def _series(compressor: Any, x: Tensor) -> Tensor:
 def _rotate(module: Any, x: Tensor, position_ids: Tensor) -> Tensor:
     """x (b, s, h, d), rotated by the module's own angles at positions (b, s)."""
     cos, sin = module.rotary_emb(x, position_ids=position_ids, layer_type=module.rope_layer_type)
-    rotate = sys.modules[transformers_class(module).__module__].apply_rotary_pos_emb
+    rotate = file_of(module).apply_rotary_pos_emb
     return rotate(x.transpose(1, 2), cos, sin).transpose(1, 2)
 
 

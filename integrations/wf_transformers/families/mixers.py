@@ -9,7 +9,6 @@ Shapes: I channels, N state size, H heads of p channels, G groups of heads that 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -30,6 +29,7 @@ from wf_transformers.families.shares import (
     head_features,
     rank_range,
 )
+from wf_transformers.models import file_of
 
 
 class Mamba(Mixer):
@@ -132,9 +132,8 @@ def _has_interleaved_groups(layer: Any) -> bool:
     transformers 4 does so unless it uses the CUDA kernels. Later versions have no `torch_forward`
     and never do.
     """
-    file = sys.modules[type(layer).__module__]
     on_cuda = layer.A_log.device.type == "cuda"
-    if on_cuda and getattr(file, "is_fast_path_available", False):
+    if on_cuda and getattr(file_of(layer), "is_fast_path_available", False):
         return False
     torch_forward = getattr(type(layer), "torch_forward", None)
     return torch_forward is not None and "B = B.repeat(" in inspect.getsource(torch_forward)
