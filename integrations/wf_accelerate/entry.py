@@ -24,21 +24,16 @@ from wf_transformers import (
     refuse_different,
 )
 from wf_transformers.whole_batches.custom_loss import has_fused_head, has_fused_loss
-from wf_transformers.whole_batches.log_probabilities import (
-    LogProbabilityHooks,
-    generate_alone,
-    makes_log_probabilities,
-)
+from wf_transformers.whole_batches.log_probabilities import LogProbabilityHooks, generate_alone
 from wf_transformers.whole_batches.trainer import TRAINER_METHODS
 from wf_transformers.whole_batches.trl_trainers import (
     attach_reference,
+    can_connect_trl,
     connect_trl,
     draw_by_group,
     evaluated_models,
     has_used_loaders,
     is_policy,
-    refuse_options,
-    refuse_rollouts,
     what_generates,
 )
 
@@ -132,11 +127,7 @@ def connect_trainer(trainer: Trainer, config: Config, whole_logits: bool = False
             when it trains, or replicates its model over the GPUs of one process.
     """
     _refuse_trainer(trainer)
-    trl = trainer if makes_log_probabilities(trainer) else None
-    if trl is None:
-        refuse_rollouts(trainer)
-    else:
-        refuse_options(trainer)
+    trl = trainer if can_connect_trl(trainer) else None
     generating = what_generates(trainer)
     if generating and trainer.is_fsdp_enabled:
         raise NotImplementedError(

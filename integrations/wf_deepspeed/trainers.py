@@ -21,12 +21,11 @@ from wf_transformers.whole_batches.trainer import (
     trained_by_group,
 )
 from wf_transformers.whole_batches.trl_trainers import (
+    can_connect_trl,
     connect_trl,
     draw_by_group,
     is_policy,
     reference_of,
-    refuse_options,
-    refuse_rollouts,
 )
 
 
@@ -63,12 +62,8 @@ def _train(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
     """Replaces `train`: the ranks of a sequence draw the same prompts and completions of a policy
     of TRL, from its loader on, which comes before the engine."""
     size = sequence_parallel_size()
-    if size == 1:
+    if size == 1 or not can_connect_trl(trainer):
         return original(*args, **kwargs)
-    if not makes_log_probabilities(trainer):
-        refuse_rollouts(trainer)
-        return original(*args, **kwargs)
-    refuse_options(trainer)
     with ExitStack() as undo:
         if is_policy(trainer):
             draw_by_group(trainer, size, undo)
@@ -82,8 +77,8 @@ def _train(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
 def _create_optimizer(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces `create_optimizer_and_scheduler`, which the RLOO and PPO of TRL 0.19 call when they
     are made: their `train` is their own."""
-    if sequence_parallel_size() > 1 and not makes_log_probabilities(trainer):
-        refuse_rollouts(trainer)
+    if sequence_parallel_size() > 1:
+        can_connect_trl(trainer)
     return original(*args, **kwargs)
 
 

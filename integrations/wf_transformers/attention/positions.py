@@ -25,12 +25,9 @@ def correct_positions(model: nn.Module, handle: Handle) -> None:
     what follows from positions of the whole sequence do so."""
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_inputs_embeds"):
-            hook = partial(_add_padding_offset, handle.sp)
+            handle.before(module, partial(_add_padding_offset, handle.sp))
         elif type(module).__name__ == "PhimoeRotaryEmbedding":
-            hook = partial(_scale_seq_len, handle)
-        else:
-            continue
-        handle.before(module, hook)
+            handle.before(module, partial(_scale_seq_len, handle))
     if handle.sp.size > 1:
         _agree_on_longest(model, handle)
         scale_by_position(model, handle)

@@ -29,7 +29,7 @@ from wf_transformers.comparison.random_batch import (
 )
 from wf_transformers.comparison.runs import Comparison, ModelCall
 from wf_transformers.comparison.verify import Mode, as_before, compare, conclude, find_obstacle
-from wf_transformers.families.media_table import is_media_argument, language_model
+from wf_transformers.families.media_table import OF_MEDIA, language_model
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.handle import Handle
 from wf_transformers.models import inner_models, outermost
@@ -198,7 +198,7 @@ def shorten(arguments: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any
     if batch.get(SLICE_ARGUMENTS[0]) is not None or batch.get("input_ids", tokens[:, 0]).dim() > 2:
         return None
     is_uncut = any(x.dim() > 1 and seqlen not in x.shape[1:] for x in tensors)
-    if is_uncut or any(map(is_media_argument, batch)):  # images, maybe as wide as the sequence
+    if is_uncut or OF_MEDIA & batch.keys():  # images, maybe as wide as the sequence
         return batch if seqlen <= MAX_UNCUT_TOKENS else None
     start, stop = _longest_document(batch, seqlen)
     if batch.get("position_ids") is None:  # they must start at 0

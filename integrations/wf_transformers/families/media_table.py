@@ -195,9 +195,8 @@ def media_keys(row: Media) -> list[str]:
     return [key for x in row.modalities for key in (x.values, *x.others)]
 
 
-def is_media_argument(key: str) -> bool:
-    """Whether an argument has a row for each medium or patch, not for each token."""
-    return any(key in media_keys(row) for row in TABLE.values())
+OF_MEDIA = frozenset(key for row in TABLE.values() for key in media_keys(row))
+"""Arguments with a row for each medium or patch, not for each token."""
 
 
 def media_arguments(model: nn.Module) -> list[str]:

@@ -97,8 +97,7 @@ def _is_exempt(model: nn.Module, name: str) -> bool:
     ancestors = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
     return any(
         hasattr(ancestor, RECEIVER)
-        or row_of(MIXERS, ancestor) is not None
-        or row_of({**CHOICES, **COMPRESSED}, ancestor) is not None
+        or row_of({**MIXERS, **CHOICES, **COMPRESSED}, ancestor) is not None
         or isinstance(ancestor, PreTrainedModel)
         and (ancestor.main_input_name != "input_ids" or stacks_of(ancestor))
         for ancestor in ancestors

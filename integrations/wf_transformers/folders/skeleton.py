@@ -46,15 +46,14 @@ def skeleton(
     """
     one_of("--attention", attention, ATTENTIONS)
     whole_config = read_config(folder)
+    advice = "build the model in Python and call wf_backends.autochunk.memory_profiles"
     with refused_by_name(folder):
         text_config = whole_config.get_text_config()
-    # A text config may have no model of its own (Mllama's): that of the whole config is for text.
-    config = next(filter(has_causal_model, (text_config, whole_config)), text_config)
-    is_decoder = has_causal_model(config) and not config.is_encoder_decoder
-    auto_class = AutoModelForCausalLM if is_decoder else AutoModel
-    advice = "build the model in Python and call wf_backends.autochunk.memory_profiles"
-    kind = f"(model_type {config.model_type!r}, transformers {__version__})"
-    with refused_by_name(folder):
+        # A text config may have no model of its own (Mllama's): that of the whole is for text.
+        config = next(filter(has_causal_model, (text_config, whole_config)), text_config)
+        is_decoder = has_causal_model(config) and not config.is_encoder_decoder
+        auto_class = AutoModelForCausalLM if is_decoder else AutoModel
+        kind = f"(model_type {config.model_type!r}, transformers {__version__})"
         if type(config) not in auto_class._model_mapping:
             name = type(config).__name__
             raise ValueError(f"{auto_class.__name__} has no class for {name} {kind}; {advice}")

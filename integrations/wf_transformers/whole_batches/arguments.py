@@ -21,7 +21,7 @@ from wf_transformers.calls import (
     required_tokens,
     takes_any_keyword,
 )
-from wf_transformers.families.media_table import is_media_argument
+from wf_transformers.families.media_table import OF_MEDIA
 from wf_transformers.models import Head, outermost, windows_of
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -81,7 +81,7 @@ def has_row_per_token(key: str, value: Any, seqlen: int) -> bool:
     """Whether an argument must be cut: (b, S, ...), or any mask or labels (others are refused
     later)."""
     is_row_per_token = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == seqlen
-    if is_media_argument(key):  # pixels of a patch may be as many as the tokens
+    if key in OF_MEDIA:  # pixels of a patch may be as many as the tokens
         return False
     is_any = key in (*MASK_ARGUMENTS, "attention_mask") or (key == "labels" and value is not None)
     return is_any or is_row_per_token

@@ -25,6 +25,7 @@ from wf_transformers.replace import set_until
 from wf_transformers.whole_batches.log_probabilities import (
     LogProbabilityHooks,
     generate_alone,
+    makes_log_probabilities,
     take_sharded_logits,
 )
 
@@ -99,7 +100,21 @@ def what_generates(trainer: Any) -> list[str]:
     return names + [name for name in options if getattr(trainer, name, False)]
 
 
-def refuse_rollouts(trainer: Any) -> None:
+def can_connect_trl(trainer: Any) -> bool:
+    """Whether a trainer is one for `connect_trl`, whose loss is made of log-probabilities.
+
+    Raises:
+        NotImplementedError: for options of such a trainer, and for other trainers, that do not work
+            when ranks share a sequence.
+    """
+    if makes_log_probabilities(trainer):
+        _refuse_options(trainer)
+        return True
+    _refuse_rollouts(trainer)
+    return False
+
+
+def _refuse_rollouts(trainer: Any) -> None:
     """Refuse a trainer of TRL that generates as it trains, other than those of
     `connect_trl`: its model would be called with a KV cache, and its teacher with whole batches."""
     files = (cls.__module__ for cls in type(trainer).__mro__)
@@ -111,8 +126,7 @@ def refuse_rollouts(trainer: Any) -> None:
         )
 
 
-def refuse_options(trainer: Any) -> None:
-    """Refuse options of a trainer that do not work when ranks share a sequence."""
+def _refuse_options(trainer: Any) -> None:
     if getattr(trainer, "use_vllm", False):
         raise NotImplementedError(
             "use_vllm=True: every rank of a sequence would call vLLM, and get other completions "
