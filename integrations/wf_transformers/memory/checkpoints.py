@@ -81,10 +81,9 @@ def recompute_checkpoints_with_documents(model: nn.Module, handle: Handle) -> No
     for module in model.modules():
         name = OF_WRAPPER if OF_WRAPPER in vars(module) else CHECKPOINT_FUNCTION
         function = vars(module).get(name)
-        enabled = name == OF_WRAPPER or getattr(module, ENABLED, False)
-        if not (enabled and isinstance(function, partial)):
+        if not isinstance(function, partial) or "context_fn" in function.keywords:
             continue
-        if checkpoint in (function.func, *function.args) and "context_fn" not in function.keywords:
+        if checkpoint in (function.func, *function.args):
             handle.set(module, name, partial(function, **handle.checkpoint_kwargs))
 
 
