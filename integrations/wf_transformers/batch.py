@@ -119,8 +119,8 @@ def _placeholder_mask(model: nn.Module, local_batch: Mapping[str, Any]) -> Tenso
     """(b, 1, 1, 1) zeros: hides nothing, and keeps the model from building an (s, s) mask. Some
     models write the smallest number of their dtype there."""
     tokens = required_tokens(local_batch)
-    has_float64 = any(p.dtype == torch.float64 for p in model.parameters())
-    dtype = torch.float64 if has_float64 else torch.float32
+    is_float64 = next(model.parameters()).dtype == torch.float64
+    dtype = torch.float64 if is_float64 else torch.float32
     return torch.zeros(len(tokens), 1, 1, 1, device=tokens.device, dtype=dtype)
 
 
