@@ -191,10 +191,10 @@ def shorten(arguments: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any
     batch = {key: x for key, x in arguments.items() if x is not None}
     tensors = [x for x in batch.values() if isinstance(x, Tensor) and x.dim()]
     tokens = tokens_of(batch)
-    samples = len(tensors[0] if tokens is None else tokens) if tensors else 0
     if tokens is None:
+        samples = len(tensors[0]) if tensors else 0
         return {key: _first_samples(x, samples) for key, x in batch.items()}
-    seqlen = tokens.shape[1]
+    samples, seqlen = tokens.shape[:2]
     if batch.get(SLICE_ARGUMENTS[0]) is not None or batch.get("input_ids", tokens[:, 0]).dim() > 2:
         return None
     is_uncut = any(x.dim() > 1 and seqlen not in x.shape[1:] for x in tensors)

@@ -102,15 +102,17 @@ class LogProbabilityHooks(WholeBatchHooks):
     @eager
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         arguments = by_name(self._names, args, kwargs)
-        self._request, fused_head = None, bool(arguments.get(FUSED))
+        self._request = None
         if self.whole_without_labels:
             return super()._before(model, (), arguments)
-        has_labels = arguments.get("labels") is not None
-        wants_whole = self.always_whole or any(map(has_fused_head, outermost(model)))
-        if wants_whole and not (fused_head or has_labels):
-            arguments.setdefault(WHOLE_LOGITS, True)  # for compute_metrics: all else is fused
-        if not fused_head and (has_labels or arguments.get(WHOLE_LOGITS) is not None):
-            return super()._before(model, (), arguments)
+        if not arguments.get(FUSED):
+            has_labels = arguments.get("labels") is not None
+            wants_whole = self.always_whole or any(map(has_fused_head, outermost(model)))
+            if wants_whole and not has_labels:
+                arguments.setdefault(WHOLE_LOGITS, True)  # for compute_metrics: all else is fused
+            if has_labels or arguments.get(WHOLE_LOGITS) is not None:
+                return super()._before(model, (), arguments)
+            arguments[WHOLE_LOGITS] = False
         keep = next((arguments[key] for key in LOGITS_TO_KEEP if arguments.get(key)), 0)
         arguments = {key: value for key, value in arguments.items() if key not in LOGITS_TO_KEEP}
         hidden_states = bool(arguments.pop("output_hidden_states", False))
@@ -121,8 +123,6 @@ class LogProbabilityHooks(WholeBatchHooks):
         for key, x in arguments.items():
             if isinstance(x, Tensor) and has_row_per_token(key, x, seqlen):
                 arguments[key] = rolled(x, starts)  # padding is on the right
-        if not fused_head:
-            arguments[WHOLE_LOGITS] = False
         _, kwargs = super()._before(model, (), arguments)
         if counts_padding and isinstance(kwargs.get("position_ids"), Tensor):
             positions = kwargs["position_ids"] + starts[:, None]
