@@ -24,11 +24,8 @@ from wf_deepspeed.config import BATCH_KEYS, KEY, read_block
 from wf_deepspeed.entry import CONFIG_ARGUMENTS, find_config, initialize_with
 from wf_deepspeed.handle import WallFacer
 from wf_transformers import counted_by_group, temporarily_replace
-from wf_transformers.whole_batches.log_probabilities import (
-    LogProbabilityHooks,
-    generate_alone,
-    hooks_on,
-)
+from wf_transformers.whole_batches.hooks import TAKES_WHOLE
+from wf_transformers.whole_batches.log_probabilities import LogProbabilityHooks, generate_alone
 
 
 @contextmanager
@@ -59,9 +56,9 @@ def _initialize(
             stacklevel=3,
         )
     model = call.arguments.get("model")
-    earlier = hooks_on(model) if isinstance(model, nn.Module) else None
-    if earlier is not None and isinstance(earlier.handle, WallFacer):
-        earlier.handle.remove()  # auto_find_batch_size of the Trainer tries again
+    earlier = vars(model).get(TAKES_WHOLE) if isinstance(model, nn.Module) else None
+    if isinstance(earlier, WallFacer):
+        earlier.remove()  # auto_find_batch_size of the Trainer tries again
     engine, optimizer, loader, scheduler = initialize_with(
         original, call.args, call.kwargs, whole_batches=True
     )

@@ -20,6 +20,7 @@ pytest.importorskip("transformers", reason="transformers is not installed", exc_
 import accelerate  # noqa: E402
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
+from transformers import LlamaForSequenceClassification  # noqa: E402
 
 import wf_deepspeed  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks, tiny_llama  # noqa: E402
@@ -30,7 +31,7 @@ from wf_deepspeed.__main__ import main, split  # noqa: E402
 from wf_deepspeed.config import BATCH_KEYS  # noqa: E402
 from wf_deepspeed.handle import WallFacer  # noqa: E402
 from wf_transformers import WholeBatchHooks, attach  # noqa: E402
-from wf_transformers.whole_batches.log_probabilities import hooks_on  # noqa: E402
+from wf_transformers.whole_batches.hooks import TAKES_WHOLE  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
@@ -198,18 +199,23 @@ def test_an_engine_without_a_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     assert len(caught) == 1
 
 
-def test_an_engine_made_again_takes_the_place_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_head_over_rows", [False, True])
+def test_an_engine_made_again_takes_the_place_of_the_first(
+    has_head_over_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As auto_find_batch_size makes it; other hooks stay, and `WholeBatchHooks` refuses them."""
     plain = (SimpleNamespace(), None, None, None)
     monkeypatch.setattr(deepspeed, "initialize", lambda model=None, config=None: plain)
-    model, handle = tiny_llama(), object.__new__(WallFacer)
+    model: Any = tiny_llama()
+    model = LlamaForSequenceClassification(model.config) if has_head_over_rows else model
+    handle = object.__new__(WallFacer)
     attached = attach(model, one_rank(), verify=False)
     vars(handle).update(vars(attached))
     for owner, is_kept in ((attached, True), (handle, False)):
-        hooks = WholeBatchHooks(model, owner)
+        WholeBatchHooks(model, owner)
         with wf_deepspeed.opened():
             deepspeed.initialize(model=model, config={"wallfacer": {"enabled": False}})
-        assert (hooks_on(model) is hooks) == is_kept
+        assert (vars(model).get(TAKES_WHOLE) is owner) == is_kept
         attached.remove()
 
 

@@ -65,7 +65,7 @@ from wf_transformers.whole_batches.heads import HeadHooks, head_is_over_all_rows
 from wf_transformers.whole_batches.sharded_logits import ShardedLogits, Unusable
 
 WHOLE_LOGITS = "whole_logits"
-TAKES_WHOLE = "wallfacer_takes_whole_batches"  # attribute set on the model
+TAKES_WHOLE = "wallfacer_takes_whole_batches"  # attribute of the model: the handle
 
 
 class WholeBatchHooks:
@@ -100,7 +100,7 @@ class WholeBatchHooks:
         self._noise = ExitStack()
         handle.whole_batches = True
         with recorded_changes(handle):
-            handle.set(model, TAKES_WHOLE, True)
+            handle.set(model, TAKES_WHOLE, handle)
             if not is_cut_inside(model):  # such a model takes whole batches without hooks
                 self._register(model)
 
