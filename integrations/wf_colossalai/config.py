@@ -26,6 +26,8 @@ def load(path: str | Path) -> dict[str, Any]:
         config = json.loads(Path(path).read_text(), object_pairs_hook=without_duplicates)
     except FileNotFoundError:
         raise ValueError(f"there is no file {str(path)!r}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # also those of json
         raise ValueError(f"{path} is no JSON that is taken: {error}") from None
     if not isinstance(config, dict):

@@ -125,6 +125,8 @@ def test_an_argument_that_another_plugin_lacks_is_refused_by_name(tmp_path: Path
 def test_a_missing_config_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no file"):
         WallFacerPlugin.from_config(tmp_path / "none.json")
+    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+        WallFacerPlugin.from_config(tmp_path)
 
 
 def test_a_loss_average_over_tokens_is_refused() -> None:
