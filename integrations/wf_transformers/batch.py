@@ -130,9 +130,10 @@ def _documents_reach_attention(model: nn.Module) -> bool:
     All Hugging Face models in a wrapper must pass them on; without any, the wrapper itself.
     """
     for inner in map(language_model, outermost(model)):
+        if is_applied(inner):
+            continue
         recomputed_with_kwargs = LAYERS_KEEP_KEYWORDS or not inner.is_gradient_checkpointing
-        passes_kwargs = recomputed_with_kwargs and takes_any_keyword(inner.base_model)
-        if not (is_applied(inner) or passes_kwargs):
+        if not (recomputed_with_kwargs and takes_any_keyword(inner.base_model)):
             return False
     return documents_can_reach(model)
 
