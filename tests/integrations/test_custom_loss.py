@@ -33,7 +33,10 @@ from tests.integrations.transformers_models import (  # noqa: E402
 from wf_backends.autochunk.tiling.handle import Handle  # noqa: E402
 from wf_backends.autochunk.tiling.tiled_loss import tile_loss  # noqa: E402
 from wf_transformers import WholeBatchHooks, attach, attach_model  # noqa: E402
-from wf_transformers.whole_batches.custom_loss import refuse_custom_loss  # noqa: E402
+from wf_transformers.whole_batches.custom_loss import (  # noqa: E402
+    divides_by_items,
+    refuse_custom_loss,
+)
 
 LABELLED = batch(2)
 LABELLED["labels"][:, 3:9] = -100
@@ -54,6 +57,20 @@ def weighted_loss(
         logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
     )
     return (token_losses * token_weights[:, 1:].flatten()).sum() / token_weights.sum()
+
+
+def passes_all(self: Any, labels: Tensor, **kwargs: Any) -> Tensor:
+    """A forward that Liger's kernels put into a class of transformers."""
+    return self.loss_function(labels, **kwargs)
+
+
+def passes_items(self: Any, labels: Tensor, num_items_in_batch: int) -> Tensor:
+    return self.loss_function(labels=labels, num_items_in_batch=num_items_in_batch)
+
+
+def passes_labels(self: Any, labels: Tensor, **kwargs: Any) -> Tensor:
+    self.check(**kwargs)
+    return self.loss_function(labels)
 
 
 class LossInForward(LlamaForCausalLM):
@@ -350,3 +367,15 @@ def test_forward_kwargs_give_no_labels_to_a_custom_loss() -> None:
             wf_transformers.forward_kwargs(model, local, num_valid=24)
 
     run_threads(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("forward", "expected"), [(passes_all, True), (passes_items, True), (passes_labels, False)]
+)
+def test_items_divide_a_loss_that_gets_them(
+    forward: Callable[..., Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("llama", "eager", {})
+    assert divides_by_items(model)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    assert divides_by_items(model) == expected

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import getsource, signature, unwrap
+from textwrap import indent
 from typing import Any
 
 from torch import Tensor, nn
@@ -124,7 +125,7 @@ def divides_by_items(model: nn.Module) -> bool:
     """
     forwards = (vars(cls).get("forward") for cls in transformers_classes(type(model)))
     sources = (getsource(unwrap(forward)) for forward in forwards if forward is not None)
-    trees = (ast.parse(f"if True:\n{source}") for source in sources)  # a method is indented
+    trees = (ast.parse("if True:\n" + indent(source, " ")) for source in sources)
     calls = (x for tree in trees for x in ast.walk(tree) if isinstance(x, ast.Call))
     losses = (call for call in calls if getattr(call.func, "attr", "") == "loss_function")
     return any(keyword.arg in (None, NUM_ITEMS) for loss in losses for keyword in loss.keywords)
