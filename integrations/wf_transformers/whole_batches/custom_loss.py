@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from inspect import getsource, signature, unwrap
 from textwrap import indent
 from typing import Any
@@ -124,9 +124,13 @@ def divides_by_items(model: nn.Module) -> bool:
     Masked models of transformers 5 take the argument and ignore it, as Mamba does in 4.
     """
     forwards = (vars(cls).get("forward") for cls in transformers_classes(type(model)))
-    sources = (getsource(unwrap(forward)) for forward in forwards if forward is not None)
-    trees = (ast.parse("if True:\n" + indent(source, " ")) for source in sources)
-    calls = (x for tree in trees for x in ast.walk(tree) if isinstance(x, ast.Call))
+    return any(_passes_items(forward) for forward in forwards if forward is not None)
+
+
+@lru_cache(maxsize=1024)  # asked in every call of `forward_kwargs` with num_valid
+def _passes_items(forward: Any) -> bool:
+    tree = ast.parse("if True:\n" + indent(getsource(unwrap(forward)), " "))
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     losses = (call for call in calls if getattr(call.func, "attr", "") == "loss_function")
     return any(keyword.arg in (None, NUM_ITEMS) for loss in losses for keyword in loss.keywords)
 
