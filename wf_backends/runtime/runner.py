@@ -96,7 +96,7 @@ class _RunningPass:
         self.walk_shard = walk.shard
         gathered = self._gather(program.walk, walk.shard[len(walk.kept) :])
         self.gathered = self.held = (*walk.kept, *gathered)
-        """gathered: the walkers of the first step. held: the walkers of the running step."""
+        """gathered: the walkers of the first step. held: of the latest step that has any."""
         self.next_held: Tensors = ()
         """Receives the walkers of the next step in which this rank reads any."""
         self.spare: Tensors = ()
@@ -113,7 +113,6 @@ class _RunningPass:
         self.stay_partial = stay.accumulators.prepare(program.stay.num_rows, program.blank)
         self.add_to_stay_partial = partial(scatter, self.stay_partial, stay.accumulators.combine)
         self.stay_total = Total(program.stay.shard_rows, stay.accumulators)
-        self.returning: list[Messages] = []
         self.fetches = [self._fetch(r.fetch, self.stay_shard) for r in program.steps[0].rounds]
 
     def post(self, index: int) -> Messages:
@@ -123,12 +122,9 @@ class _RunningPass:
         """
         previous = self.program.steps[index - 1] if index > 0 else None
         step = self.program.steps[index]
-        if index > 0:
+        if index > 0 and step.num_rows:
             self.spare = () if self.held is self.gathered else self.held
-            if step.num_rows:
-                self.held, self.next_held = self.next_held, ()
-            else:
-                self.held = ()
+            self.held, self.next_held = self.next_held, ()
         if (step.hop_in or step.owner_in) and not self.next_held:
             fits = self.spare and self.spare[0].size(0) == step.next_num_rows
             self.next_held = self.spare if fits else empty_rows(step.next_num_rows, self.walk_shard)
@@ -188,9 +184,7 @@ class _RunningPass:
         if stay.own_in_shard:
             own_results = tuple([pack(x, stay.own_in_buffer) for x in self.stay_partial])
             self.stay_total.add(stay.own_in_shard, own_results)
-        for messages in self.returning:
-            messages.wait()
-        for messages in list(self.in_flight):  # rows passed on in the last round
+        for messages in list(self.in_flight):  # results, and rows passed on in the last round
             messages.wait()
         stay_results = PassOutput(self.stay_total.buffers(), self.stay)
         return stay_results, PassOutput(self.walk_total.buffers(), self.gathered)
@@ -251,8 +245,7 @@ class _RunningPass:
             messages.send(parcel, self.stay_partial, dtypes)
         for parcel in exchange.receive:
             messages.collect(parcel, self.stay_partial, put, dtypes)
-        self.returning.append(messages.post())
-        return messages
+        return messages.post()
 
 
 def _fetch_buffers(stay: Stay, shard: Tensors) -> Tensors:
