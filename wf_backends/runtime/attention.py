@@ -199,7 +199,6 @@ class _Tiles(ABC):
         self._ignores_positions = scores.slopes is scores.dropout is scores.bias is None
         self._buffers: tuple[Tensors, Tensors] = ((), ())
         self._views: dict[Ranges, tuple[Tensors, Tensors]] = {}
-        self._surrogate_out: SurrogateOut | None = None
 
     @abstractmethod
     def _kernel_queries(self, queries: Tensors, rows: Ranges) -> Tensors:
@@ -218,7 +217,7 @@ class _Tiles(ABC):
         ranges there is no view of the results: None.
         """
         if self._buffers[0] is not queries or self._buffers[1] is not results:
-            self._buffers, self._views, self._surrogate_out = (queries, results), {}, None
+            self._buffers, self._views = (queries, results), {}
         if len(rows) != 1:
             return self._kernel_queries(queries, rows), None
         if rows not in self._views:
@@ -256,7 +255,7 @@ class BackwardTiles(_Tiles):
         self, kernel: TileKernel, scores: Scores, key_dim: int, own_out: SurrogateOut
     ) -> None:
         super().__init__(kernel, scores, key_dim)
-        self._own_out = own_out
+        self._out = own_out
 
     def __call__(
         self, tile: Tile, queries: Tensors, keys: Tensors, q_results: Tensors, k_results: Tensors
@@ -276,10 +275,9 @@ class BackwardTiles(_Tiles):
     def _kernel_queries(self, queries: Tensors, rows: Ranges) -> Tensors:
         """q, dout, out (b, i, h, d or e) and lse, delta (b, h, i)."""
         q, dout, stats = queries
-        if self._surrogate_out is None:
-            is_own = self._own_out.dout is dout
-            self._surrogate_out = self._own_out if is_own else SurrogateOut(dout)
-        out = self._surrogate_out.read(rows, stats)
+        if self._out.dout is not dout:  # queries of other owners
+            self._out = SurrogateOut(dout)
+        out = self._out.read(rows, stats)
         lse, delta = pack(stats, rows).permute(1, 2, 3, 0).unbind(0)
         q, dout, out = [batch_first(pack(x, rows)) for x in (q, dout, out)]
         return q, dout, out, lse, delta
