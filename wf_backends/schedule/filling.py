@@ -134,17 +134,15 @@ def _segments_of_slice(slice_: Slice) -> Iterator[Segment]:
         yield Segment(start, stop, keys(start), slope)
 
 
-def fill_evenly(num_ranks: int, load: Load, segments: Sequence[Segment]) -> tuple[Ranges, ...]:
+def fill_evenly(num_ranks: int, load: Load) -> tuple[Ranges, ...]:
     """The shards of a sequence, even in tokens and in scores (see `fill`).
 
     Tolerances are tried from the largest, which cuts the fewest segments, until shards are even.
-
-    Args:
-        load: of the sequence. segments: those of the load, the densest first.
     """
+    densest_first = sorted(load.segments, key=lambda segment: (-segment.density, segment.start))
     best, best_excess = (), inf
     for tolerance in TOLERANCES:
-        shards = fill(num_ranks, segments, tolerance)
+        shards = fill(num_ranks, densest_first, tolerance)
         excess = load.excess(shards)
         if excess < best_excess:
             best, best_excess = shards, excess
@@ -228,7 +226,7 @@ class _Line:
     def _with_edges(self, point: int) -> tuple[int, int, int]:
         """The point, and the edges of the segment that it lies in."""
         index = self._segment_at(point)
-        return point, self.edges[index], self.edges[min(index + 1, len(self.edges) - 1)]
+        return point, self.edges[index], self.edges[index + 1]
 
     def _segment_at(self, point: int) -> int:
         return min(bisect_right(self.edges, point), len(self.segments)) - 1

@@ -51,10 +51,9 @@ def document_zigzag(num_ranks: int, cu_seqlens: tuple[int, ...]) -> Layout:
         cu_seqlens: the documents' borders 0 = c0 < c1 < ... = S.
     """
     load = causal_load(cu_seqlens)
-    documents = sorted(load.segments, key=lambda document: (-document.length, document.start))
-    layout = _assign_documents(num_ranks, documents)
+    layout = _assign_documents(num_ranks, load.segments)
     if load.excess(layout) > MAX_EXCESS:
-        layout = min(layout, fill_evenly(num_ranks, load, documents), key=load.excess)
+        layout = min(layout, fill_evenly(num_ranks, load), key=load.excess)
     if not all(layout):
         raise _too_short("document_zigzag", cu_seqlens[-1], num_ranks, 2 * num_ranks)
     return layout
@@ -70,9 +69,7 @@ def balanced(num_ranks: int, seqlen: int, slices: tuple[Slice, ...]) -> Layout:
     if seqlen < num_ranks:
         raise _too_short("balanced", seqlen, num_ranks, num_ranks)
     Mask(slices=slices).check_lengths(seqlen, seqlen)
-    load = slices_load(slices, seqlen)
-    densest_first = sorted(load.segments, key=lambda segment: (-segment.density, segment.start))
-    return tuple(sorted(fill_evenly(num_ranks, load, densest_first)))
+    return tuple(sorted(fill_evenly(num_ranks, slices_load(slices, seqlen))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +159,8 @@ def lengths(layout: Layout) -> tuple[int, ...]:
 
 
 def _assign_documents(num_ranks: int, documents: Sequence[Segment]) -> Layout:
-    """Give each document to as few ranks as its load needs: those with the smallest loads so far.
+    """Give each document, the longest first, to as few ranks as its load needs: those with the
+    smallest loads so far.
 
     Documents on several ranks are cut into equal parts, each with its mirror image (zigzag).
     """
@@ -170,7 +168,8 @@ def _assign_documents(num_ranks: int, documents: Sequence[Segment]) -> Layout:
     all_tokens = sum(document.length for document in documents)
     scores, tokens, loads = [0] * num_ranks, [0] * num_ranks, [0.0] * num_ranks
     shards: list[list[Range]] = [[] for _ in range(num_ranks)]
-    for number, document in enumerate(documents):
+    longest_first = sorted(documents, key=lambda document: (-document.length, document.start))
+    for number, document in enumerate(longest_first):
         share = max(document.area / all_scores, document.length / all_tokens)
         count = min(num_ranks, max(1, ceil(share * num_ranks)))
         ranks = sorted(nsmallest(count, range(num_ranks), key=loads.__getitem__))
