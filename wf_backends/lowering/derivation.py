@@ -16,7 +16,7 @@ from wf_backends.lowering.gather_rounds import GatherRounds
 from wf_backends.lowering.problem import Problem, Reads
 from wf_backends.lowering.program import RankProgram, Round, Step
 from wf_backends.lowering.tiles import make_tiles
-from wf_backends.schedule import Ranges, intersect, join, size, subtract
+from wf_backends.schedule import Ranges, intersect, size, subtract, union
 
 _DERIVING = Lock()  # ranks may be threads: the first derives a problem, the others read the cache
 
@@ -90,9 +90,9 @@ class _WrittenRows:
     def add_tile(self, rows: Ranges) -> bool:
         """Record a tile; whether it is the first on all of its rows, and so may overwrite them."""
         is_first = not intersect(rows, self.touched)
-        self.touched = join((*self.touched, *rows))
+        self.touched = union(self.touched, rows)
         if is_first:
-            self.overwritten = join((*self.overwritten, *rows))
+            self.overwritten = union(self.overwritten, rows)
         return is_first
 
     def blank(self, held: Ranges) -> Ranges:
