@@ -9,7 +9,7 @@ from wf_backends.parallel.dense_mask import slices_of_mask
 from wf_backends.parallel.gradients import DoubleAverage, GradientMean
 from wf_backends.parallel.loss import at_least_one, count_valid, token_loss
 from wf_backends.parallel.sequence_parallel import SequenceParallel
-from wf_backends.parallel.softmax import Softmax, make_softmax
+from wf_backends.parallel.softmax import make_softmax
 
 __all__ = [
     "IGNORE_INDEX",
@@ -19,7 +19,6 @@ __all__ = [
     "MASK_ARGUMENTS",
     "SequenceParallel",
     "SequenceParallelConfig",
-    "Softmax",
     "at_least_one",
     "check_tensors",
     "count_valid",
