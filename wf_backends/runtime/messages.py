@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from wf_backends.comm import Communicator, Message, Pending
-from wf_backends.lowering import Parcel
+from wf_backends.lowering import Parcels
 from wf_backends.schedule import Ranges
 
 _NO_SPAN = nullcontext()
@@ -175,45 +175,47 @@ class Messages:
         self._arrivals: list[tuple[PutRows, Ranges, Tensors]] = []
         self._pending: Pending | None = None
 
-    def send(self, parcel: Parcel, buffers: Tensors, dtypes: Dtypes | None = None) -> None:
-        """Add the parcel's rows of every buffer to the sends; a parcel to this rank is kept.
+    def send(self, parcels: Parcels, buffers: Tensors, dtypes: Dtypes | None = None) -> None:
+        """Add the parcels' rows of every buffer to the sends; a parcel to this rank is kept.
 
         Args:
             dtypes: in which the rows are sent, for each buffer; None = the buffers'.
         """
-        peer, packed = parcel.peer, [pack(buffer, parcel.rows) for buffer in buffers]
-        if peer == self.comm.rank:
-            self.to_self.append(tuple(packed))
-            return
-        for rows in packed if dtypes is None else map(Tensor.to, packed, dtypes):
-            self._sends.append((peer, rows))
+        for parcel in parcels:
+            packed = [pack(buffer, parcel.rows) for buffer in buffers]
+            if parcel.peer == self.comm.rank:
+                self.to_self.append(tuple(packed))
+                continue
+            for rows in packed if dtypes is None else map(Tensor.to, packed, dtypes):
+                self._sends.append((parcel.peer, rows))
 
-    def receive(self, parcel: Parcel, buffers: Tensors) -> None:
-        """Add the parcel's rows of every buffer to the receives."""
-        peer, rows = parcel.peer, parcel.rows
-        in_place = len(rows) == 1 and buffers and buffers[0].is_contiguous()
-        if peer == self.comm.rank or not in_place:
-            self.collect(parcel, buffers, partial(scatter, buffers, copy))
-            return
-        for buffer in buffers:
-            self._recvs.append((peer, pack(buffer, rows)))
+    def receive(self, parcels: Parcels, buffers: Tensors) -> None:
+        """Add the parcels' rows of every buffer to the receives."""
+        for parcel in parcels:
+            in_place = len(parcel.rows) == 1 and buffers and buffers[0].is_contiguous()
+            if parcel.peer == self.comm.rank or not in_place:
+                self.collect((parcel,), buffers, partial(scatter, buffers, copy))
+                continue
+            for buffer in buffers:
+                self._recvs.append((parcel.peer, pack(buffer, parcel.rows)))
 
     def collect(
-        self, parcel: Parcel, templates: Tensors, put: PutRows, dtypes: Dtypes | None = None
+        self, parcels: Parcels, templates: Tensors, put: PutRows, dtypes: Dtypes | None = None
     ) -> None:
-        """Receive the parcel's rows into new tensors, and call `put` on them in `wait`.
+        """Receive the parcels' rows into new tensors, and call `put` on them in `wait`.
 
         Args:
             templates: tensors with the same row shapes.
             dtypes: in which the rows are sent, for each tensor; None = the templates'.
         """
-        if parcel.peer == self.comm.rank:
-            values = self.to_self.pop(0)
-        else:
-            values = empty_rows(parcel.num_rows, templates, dtypes)
-            for value in values:
-                self._recvs.append((parcel.peer, value))
-        self._arrivals.append((put, parcel.rows, values))
+        for parcel in parcels:
+            if parcel.peer == self.comm.rank:
+                values = self.to_self.pop(0)
+            else:
+                values = empty_rows(parcel.num_rows, templates, dtypes)
+                for value in values:
+                    self._recvs.append((parcel.peer, value))
+            self._arrivals.append((put, parcel.rows, values))
 
     def post(self) -> Messages:
         """Start all sends and receives.

@@ -130,16 +130,12 @@ class _RunningPass:
             self.next_held = self.spare if fits else empty_rows(step.next_num_rows, self.walk_shard)
         self.step_label = f"{self.name} step {index}"
         messages = Messages(self.comm, self.step_label, self.in_flight)
-        for parcel in step.hop_out:
-            messages.send(parcel, self.held)
-        for parcel in step.hop_in:
-            messages.receive(parcel, self.next_held)
+        messages.send(step.hop_out, self.held)
+        messages.receive(step.hop_in, self.next_held)
         if self.walk_accumulators.shapes:
             self._move_partials(messages, previous, step)
-        for parcel in step.owner_out:
-            messages.send(parcel, self.walk_shard)
-        for parcel in step.owner_in:
-            messages.receive(parcel, self.next_held)
+        messages.send(step.owner_out, self.walk_shard)
+        messages.receive(step.owner_in, self.next_held)
         return messages.post()
 
     def compute(self, index: int) -> None:
@@ -195,14 +191,12 @@ class _RunningPass:
     def _gather(self, rows: Gather, shard: Tensors) -> Tensors:
         """The walkers of the first step; the shard itself if this rank reads no other rows."""
         messages = self._messages("gather")
-        for parcel in rows.send:
-            messages.send(parcel, shard)
+        messages.send(rows.send, shard)
         if len(rows.receive) == 1 and rows.receive[0].peer == self.comm.rank:
             gathered = messages.to_self.pop(0)
         else:
             gathered = empty_rows(rows.num_rows, shard)
-            for parcel in rows.receive:
-                messages.receive(parcel, gathered)
+            messages.receive(rows.receive, gathered)
         messages.post().wait()
         return gathered
 
@@ -211,10 +205,8 @@ class _RunningPass:
         if not (exchange.send or exchange.receive):
             return None
         messages = self._messages("gather")
-        for parcel in exchange.send:
-            messages.send(parcel, rows)
-        for parcel in exchange.receive:
-            messages.receive(parcel, self.fetch_buffers)
+        messages.send(exchange.send, rows)
+        messages.receive(exchange.receive, self.fetch_buffers)
         return messages.post()
 
     def _move_partials(self, messages: Messages, previous: Step | None, step: Step | None) -> None:
@@ -228,23 +220,19 @@ class _RunningPass:
             self.walk_partial = self.walk_accumulators.prepare(step.num_rows, step.blank)
         if previous is None or not leaving:
             return
-        for parcel in (*previous.partial_out, *previous.reduce_out):
-            messages.send(parcel, leaving, dtypes)
-        for parcel in step.partial_in if step else ():
+        messages.send((*previous.partial_out, *previous.reduce_out), leaving, dtypes)
+        if step:
             add_to_partial = partial(scatter, self.walk_partial, self.walk_accumulators.combine)
-            messages.collect(parcel, leaving, add_to_partial, dtypes)
-        for parcel in previous.reduce_in:
-            messages.collect(parcel, leaving, self.walk_total.add, dtypes)
+            messages.collect(step.partial_in, leaving, add_to_partial, dtypes)
+        messages.collect(previous.reduce_in, leaving, self.walk_total.add, dtypes)
 
     def _return(self, exchange: Exchange, put: PutRows) -> Messages | None:
         """Send finished results towards the rows' owners; `put` takes the received ones."""
         if not (exchange.send or exchange.receive):
             return None
         messages, dtypes = self._messages("reduce"), self.stay_accumulators.message_dtypes
-        for parcel in exchange.send:
-            messages.send(parcel, self.stay_partial, dtypes)
-        for parcel in exchange.receive:
-            messages.collect(parcel, self.stay_partial, put, dtypes)
+        messages.send(exchange.send, self.stay_partial, dtypes)
+        messages.collect(exchange.receive, self.stay_partial, put, dtypes)
         return messages.post()
 
 

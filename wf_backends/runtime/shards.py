@@ -55,10 +55,8 @@ def gather_shards(
     buffer = rows.new_empty((size(held), *rows.shape[1:]))
     messages = Messages(comm, label)
     for peer in range(comm.size):
-        for parcel in parcels(peer, intersect(own, needed[peer]), own):
-            messages.send(parcel, (rows,))
-        for parcel in parcels(peer, intersect(layout[peer], held), held):
-            messages.receive(parcel, (buffer,))
+        messages.send(parcels(peer, intersect(own, needed[peer]), own), (rows,))
+        messages.receive(parcels(peer, intersect(layout[peer], held), held), (buffer,))
     messages.post().wait()
     return buffer.movedim(0, dim).contiguous()
 

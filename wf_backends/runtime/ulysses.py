@@ -136,10 +136,8 @@ def gather_rows(messages: Messages, exchange: HeadExchange, x: Tensor) -> Tensor
     rows, me = x.transpose(0, 1), messages.comm.rank
     buffer = x.new_empty((exchange.num_rows, len(x), exchange.heads_per_member, *x.shape[3:]))
     for member, heads in enumerate(exchange.heads):
-        for parcel in exchange.shard_parcels(me, member):
-            messages.send(parcel, (rows[:, :, slice(*heads)],))
-        for parcel in exchange.buffer_parcels(member):
-            messages.receive(parcel, (buffer,))
+        messages.send(exchange.shard_parcels(me, member), (rows[:, :, slice(*heads)],))
+        messages.receive(exchange.buffer_parcels(member), (buffer,))
     return buffer.transpose(0, 1)
 
 
@@ -152,11 +150,9 @@ def return_rows(messages: Messages, exchange: HeadExchange, x: Tensor, total: Te
     buffer, rows, me = x.transpose(0, 1), total.transpose(0, 1), messages.comm.rank
     combine = copy if exchange.copies == 1 else add
     for member, heads in enumerate(exchange.heads):
-        for parcel in exchange.buffer_parcels(member):
-            messages.send(parcel, (buffer,))
+        messages.send(exchange.buffer_parcels(member), (buffer,))
         put = partial(scatter, (rows[:, :, slice(*heads)],), combine)
-        for parcel in exchange.shard_parcels(me, member):
-            messages.collect(parcel, (buffer,), put)
+        messages.collect(exchange.shard_parcels(me, member), (buffer,), put)
 
 
 def run_chunks(group: HeadGroup, xs: Tensors, pass_name: str, compute: ComputeChunk) -> Tensors:

@@ -55,10 +55,10 @@ def _sum_back(comm: Communicator, layout: Layout, needed: Layout, x: Tensor, lab
     total = buffer.new_zeros((size(layout[me]), *buffer.shape[1:]), dtype=wide)
     put = partial(scatter, (total,), add)
     for peer in range(comm.size):
-        for parcel in parcels(peer, intersect(layout[peer], needed[me]), needed[me]):
-            messages.send(parcel, (buffer,))
-        for parcel in parcels(peer, intersect(layout[me], needed[peer]), layout[me]):
-            messages.collect(parcel, (buffer,), put)
+        messages.send(parcels(peer, intersect(layout[peer], needed[me]), needed[me]), (buffer,))
+        messages.collect(
+            parcels(peer, intersect(layout[me], needed[peer]), layout[me]), (buffer,), put
+        )
     messages.post().wait()
     return total.transpose(0, 1).to(x.dtype)
 
