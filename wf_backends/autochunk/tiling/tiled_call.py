@@ -193,8 +193,10 @@ class _Tiled(torch.autograd.Function):
         dim = call.tiled.dim
         for first, rows in call.bounds():
             tile = call.tile(tensors, first, rows)
-            sinks = [gradient and gradient.sink(dim, first, rows) for gradient in gradients]
-            leaves = [_leaf(x, sink) for x, sink in zip(tile, sinks, strict=True)]
+            leaves = [
+                gradient.leaf(x, dim, first, rows) if gradient else x.detach()
+                for x, gradient in zip(tile, gradients, strict=True)
+            ]
             with torch.enable_grad(), ExitStack() as stack:
                 for context in call.contexts:
                     stack.enter_context(context())
@@ -216,34 +218,24 @@ class _Gradient:
         self._dtype, self._is_cut = x.dtype, is_cut
         self._total = torch.zeros_like(x) if is_cut else None
 
-    def sink(self, dim: int, first: int, rows: int) -> Callable[[Tensor], Any]:
-        """The function to call with the gradient of a tile."""
-        if self._is_cut and self._total is not None:
-            return self._total.narrow(dim, first, rows).copy_
-        return self._add
+    def leaf(self, x: Tensor, dim: int, first: int, rows: int) -> Tensor:
+        """x of one tile as an autograd leaf, whose gradient is added as soon as it is computed."""
+        leaf = x.detach().requires_grad_()
+        leaf.register_post_accumulate_grad_hook(partial(self._add, dim, first, rows))
+        return leaf
 
-    def _add(self, grad: Tensor) -> None:
-        if self._total is not None:
-            self._total += grad
-        else:  # a sum over many tiles in 16 bits would drift
+    def _add(self, dim: int, first: int, rows: int, leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        if self._total is None:  # a sum over many tiles in 16 bits would drift
             self._total = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        elif self._is_cut:
+            self._total.narrow(dim, first, rows).copy_(grad)
+        else:
+            self._total += grad
 
     def total(self) -> Tensor | None:
         return None if self._total is None else self._total.to(self._dtype)
-
-
-def _leaf(x: Tensor, sink: Callable[[Tensor], Any] | None) -> Tensor:
-    """x as an autograd leaf of one tile; `sink` gets its gradient as soon as that is computed."""
-
-    def move_grad(leaf: Tensor) -> None:
-        assert sink is not None and leaf.grad is not None
-        sink(leaf.grad)
-        leaf.grad = None
-
-    leaf = x.detach()
-    if sink is not None:
-        leaf.requires_grad_().register_post_accumulate_grad_hook(move_grad)
-    return leaf
 
 
 def _rows(inputs: Sequence[Tensor], dim: int) -> int:
