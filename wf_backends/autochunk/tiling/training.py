@@ -247,11 +247,9 @@ class _Search:
         self, plan: TrainingPlan, max_memory: Any, target: float, max_slowdown: float
     ) -> str:
         """The error for a budget that no plan meets."""
-        tiled_modules = {tiles.module for tiles in plan.tiles}
         smallest = plan
         for group in self.groups:
-            untiled = [c for c in group if c.module not in tiled_modules]
-            smallest = self.extended(smallest, untiled, 1.0) if untiled else smallest
+            smallest = self.extended(smallest, group, 1.0)
         message = (
             f"max_memory {max_memory!r} ({target} bytes) is too little for a training step: the "
             f"closest plan within max_slowdown {max_slowdown} needs {plan.peak} bytes, without "
