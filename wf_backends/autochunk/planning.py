@@ -158,7 +158,7 @@ def _build_plan(
         regions = [
             candidate.region(slice_length(candidate.flow, choice.num_slices))
             for choice in selection.choices
-            for candidate in choice.layers.values()
+            for candidate in choice.layers
         ]
         parts = tuple(map(_part, regions))
         lowered = lower(search.steps.graph, regions, search.steps.effects)

@@ -8,7 +8,7 @@ Unlike in the paper, a cheaper region replaces earlier ones that it overlaps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -35,18 +35,15 @@ NUM_PARTS = 5  # of the range of budgets that is tried again afterwards, from th
 @dataclass(frozen=True)
 class Chosen:
     """The same candidate in identical layers, with its number of slices and the seconds that each
-    of the layers takes longer.
+    of the layers takes longer."""
 
-    `layers` has the candidate of each layer by its first step.
-    """
-
-    layers: Mapping[int, Candidate]
+    layers: tuple[Candidate, ...]
     num_slices: int
     added_seconds: float
 
     @property
     def first(self) -> Candidate:
-        return next(iter(self.layers.values()))
+        return self.layers[0]
 
     @property
     def peak(self) -> int:
@@ -55,8 +52,7 @@ class Chosen:
 
     def overlaps(self, lo: int, hi: int) -> bool:
         """Whether any of steps [lo, hi] belongs to a layer."""
-        reach = len(self.first.window)
-        return any(start <= hi and lo < start + reach for start in self.layers)
+        return any(layer.lo <= hi and lo <= layer.hi for layer in self.layers)
 
 
 @dataclass(frozen=True)
@@ -160,8 +156,8 @@ class Search:
         """The live bytes at each step; of a candidate's steps only one counts, with their peak."""
         peaks = list(self.steps.peaks)
         for choice in choices:
-            for lo, candidate in choice.layers.items():
-                peaks[lo : candidate.hi + 1] = [0] * len(candidate.window)
+            for candidate in choice.layers:
+                peaks[candidate.lo : candidate.hi + 1] = [0] * len(candidate.window)
                 peak, step = candidate.peak(choice.num_slices), candidate.hi
                 if peak == candidate.outside_peak:
                     step = candidate.outside_peak_step
@@ -170,8 +166,7 @@ class Search:
 
     def _with_fewest_slices(self, choice: Chosen, peak: int) -> Chosen:
         """The choice with no more slices than `peak` needs, which another region may cause."""
-        layers = choice.layers.values()
-        num_slices = max(c.slices_within(peak) or choice.num_slices for c in layers)
+        num_slices = max(c.slices_within(peak) or choice.num_slices for c in choice.layers)
         return Chosen(choice.layers, num_slices, self._added_seconds(choice.first, num_slices))
 
     def _choose(self, step: int, budget: int, chosen: Sequence[Chosen]) -> Chosen | None:
@@ -183,7 +178,7 @@ class Search:
         if not fitting and free:
             smallest = min(free, key=lambda candidate: candidate.peak(candidate.max_slices))
             fitting = [(smallest, smallest.max_slices)]
-        choices = (Chosen({c.lo: c}, n, self._added_seconds(c, n)) for c, n in fitting)
+        choices = (Chosen((c,), n, self._added_seconds(c, n)) for c, n in fitting)
         return min(choices, key=lambda choice: choice.added_seconds, default=None)
 
     def _cheaper(self, choice: Chosen | None, step: int, budget: int) -> Chosen | None:
@@ -213,20 +208,20 @@ class Search:
     def _in_all_layers(self, choice: Chosen, budget: int, chosen: Sequence[Chosen]) -> Chosen:
         """The choice, with its candidate also in all other steps with the same operators that do
         not fit the budget."""
-        first, layers = choice.first, dict(choice.layers)
+        first = choice.first
         signatures = self._signatures[first.lo : first.hi + 1]
         for lo in range(len(self._signatures) - len(signatures) + 1):
             hi = lo + len(signatures) - 1
             if self._signatures[lo] != signatures[0] or self._signatures[lo : hi + 1] != signatures:
                 continue
-            if any(other.overlaps(lo, hi) for other in (replace(choice, layers=layers), *chosen)):
+            if any(other.overlaps(lo, hi) for other in (choice, *chosen)):
                 continue
             if max(self.steps.peaks[lo : hi + 1]) <= budget:
                 continue
             candidate = self._candidate_in(lo, hi, first.flow.end.dim)
             if candidate is not None and candidate.peak(choice.num_slices) <= budget:
-                layers[lo] = candidate
-        return replace(choice, layers=layers)
+                choice = replace(choice, layers=(*choice.layers, candidate))
+        return choice
 
     def _seconds(self, step: GraphStep) -> float:
         """The predicted time of an operator that is not sliced."""
