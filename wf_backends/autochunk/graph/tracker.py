@@ -44,7 +44,6 @@ class StorageTracker(TorchDispatchMode):
             return
         self._seen.add(storage._cdata)
         self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
 
     def _free(self, address: int, count: int) -> None:
