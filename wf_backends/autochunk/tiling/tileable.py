@@ -23,6 +23,7 @@ from wf_backends.autochunk.graph import (
     Weight,
     module_path,
     nbytes,
+    operator_name,
     tensors,
 )
 from wf_backends.autochunk.slicing import changed, sources, view_base
@@ -185,21 +186,23 @@ def _prove(
         node_dim, scale = cuts[node]
         reads = sources(node, node_dim)
         if reads is None or _is_triangle(node, node_dim):
-            raise _NotTileableError(f"{node.target} has no rule along dimension {node_dim}")
+            raise _NotTileableError(f"{operator_name(node)} has no rule along dimension {node_dim}")
         for read in reads:
             if read.node in weights:
                 if read.dim is not None:
-                    raise _NotTileableError(f"{node.target} would cut a parameter")
+                    raise _NotTileableError(f"{operator_name(node)} would cut a parameter")
             elif read.dim is None or read.before or read.after:
                 if read.node in inside or _has_rows(read.node, dim):
-                    raise _NotTileableError(f"{node.target} needs more than its own rows")
+                    raise _NotTileableError(f"{operator_name(node)} needs more than its own rows")
             elif read.node in inside:
                 cut = read.dim, scale * read.scale
                 if cuts.setdefault(read.node, cut) != cut:
-                    raise _NotTileableError(f"{read.node.target} is read along two dimensions")
+                    raise _NotTileableError(
+                        f"{operator_name(read.node)} is read along two dimensions"
+                    )
             elif (read.dim, scale * read.scale) != (dim, 1) or _shape(read.node)[dim] != rows:
                 raise _NotTileableError(
-                    f"{node.target} reads rows along another dimension of what is given"
+                    f"{operator_name(node)} reads rows along another dimension of what is given"
                 )
     if not any(_has_rows(node, dim) for node in inputs):
         raise _NotTileableError("is given no rows")
@@ -258,7 +261,7 @@ def head_candidate(captured: Captured, model: nn.Module) -> TileCandidate | None
 def _refuse_head(chain: Sequence[fx.Node], path: str, owner: nn.Module) -> None:
     """Refuse a head that cannot be tiled; `chain` leads from the loss back to the head."""
     if chain[-1].target is not aten.linear.default or not path:
-        raise _NotTileableError(f"{chain[-1].target} stands between the head and the loss")
+        raise _NotTileableError(f"{operator_name(chain[-1])} stands between the head and the loss")
     if any(user not in chain and user.op != "output" for node in chain for user in node.users):
         raise _NotTileableError("the loss is not alone in reading the logits")
     if loss_name(owner) != CAUSAL_LM_LOSS:
