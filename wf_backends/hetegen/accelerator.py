@@ -71,7 +71,7 @@ class Accelerator(Lanes):
         super().__init__("link", "host")
         self.streams, self._rates = streams or Streams(), rates
         self._link_stream = self.streams.stream()
-        self._workers: dict[str, Worker] | None = None  # by lane; made at the first use
+        self._workers: dict[str, Worker] = {}  # by lane; made at the first use
         # Pinned memory of a slab -> the worker's last task with it.
         self._staged: dict[int, int] = {}
         # Pinned memory of the host's inputs and outputs, and when the last output was copied from
@@ -88,7 +88,7 @@ class Accelerator(Lanes):
 
     def _worker(self, lane: str) -> Worker | None:
         """The lane's worker; None: its thread is one of Python."""
-        if self._workers is None:
+        if not self._workers:
             self._workers = make_workers(self.streams, self.busy_seconds)
         return self._workers.get(lane)
 
@@ -181,11 +181,11 @@ class Accelerator(Lanes):
 
     def check(self, seconds: float = 0.0) -> None:
         super().check(seconds)
-        for worker in (self._workers or {}).values():
+        for worker in self._workers.values():
             worker.thread.check()
 
     def has_raised(self) -> bool:
-        return any(worker.thread.has_raised() for worker in (self._workers or {}).values())
+        return any(worker.thread.has_raised() for worker in self._workers.values())
 
     def _record(self, stream: Any, timed: bool = False) -> Any:
         """An event at the end of the work that the stream has now."""
@@ -202,7 +202,7 @@ class Accelerator(Lanes):
 
     def stop(self) -> None:
         super().stop()
-        for worker in (self._workers or {}).values():
+        for worker in self._workers.values():
             worker.thread.cancel()
         self.streams.synchronize()  # work on the streams still uses slabs and outputs
 
@@ -213,8 +213,8 @@ class Accelerator(Lanes):
             self.check()
         finally:
             super().close()
-            for worker in (self._workers or {}).values():
+            for worker in self._workers.values():
                 worker.close()
-            self._workers = None
+            self._workers = {}
             self._memory.clear()
             self._staged.clear()
