@@ -27,7 +27,7 @@ from wf_backends.autochunk.graph import (
     planning_lock,
     refill,
     register_containers,
-    unsupported_inputs,
+    unsupported_input,
 )
 from wf_backends.autochunk.plan import ChunkPlan
 from wf_backends.autochunk.planning import Planned, find_plan
@@ -181,8 +181,8 @@ class ChunkedForward:
         """
         model = self._whole(chunked)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        if unknown := unsupported_inputs(leaves):
-            raise ValueError(f"an argument is a {unknown[0]}, which no graph takes")
+        if unknown := unsupported_input(leaves):
+            raise ValueError(f"an argument is a {unknown}, which no graph takes")
         form = _input_form(leaves, spec)
         with planning_lock():
             known = self._planned.get(form)  # by another thread, or since torch.compile looked
@@ -214,10 +214,10 @@ class ChunkedForward:
             return True
         if max(1, _elements(leaves)) * SMALL_INPUT_RATIO <= self._elements:
             return True
-        unknown = unsupported_inputs(leaves)
+        unknown = unsupported_input(leaves)
         if unknown:
             self._warn(
-                f"an argument is a {unknown[0]}, which no graph takes: the model runs unchunked"
+                f"an argument is a {unknown}, which no graph takes: the model runs unchunked"
             )
         return bool(unknown)
 

@@ -140,7 +140,7 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     order.insert(len(before), GraphStep(flow.end.node, reads, allocates))
     reused = graph.storages[overwritten] if overwritten else ()
     touched = {s for step in steps for s in (*step.reads, *step.allocates)}
-    kept = {s for s in touched if s in reused or graph.last_use.get(s, 0) > hi}
+    kept = {s for s in touched if s in reused or graph.last_use[s] > hi}
     peaks = profile(order, kept, graph.storage_bytes, graph.live[lo])
     fixed_bytes = peaks[len(before)]
     peaks[len(before)] = 0

@@ -26,7 +26,7 @@ from wf_backends.autochunk.graph.inputs import (
     named_weights,
     refill,
     register_containers,
-    unsupported_inputs,
+    unsupported_input,
 )
 from wf_backends.autochunk.graph.memory import (
     Effect,
@@ -81,6 +81,6 @@ __all__ = [
     "submodule",
     "tensors",
     "unchunked_peak",
-    "unsupported_inputs",
+    "unsupported_input",
     "with_copies",
 ]

@@ -24,16 +24,13 @@ _INPUTS = (nn.Module, torch.Generator, torch.Size, Enum, int, float, str, type(N
 _MOVE_WEIGHTS = {"GroupOffloadingHook", "LayerwiseCastingHook", "CpuOffload"}  # classes of hooks
 
 
-CONTAINERS = "wallfacer.containers"
-"""Entry points: the name of a framework -> a function that registers its containers with pytree."""
-
-
 def register_containers() -> None:
     """Register the containers of the imported frameworks, such as key-value caches, with pytree.
 
+    The entry points have the name of a framework, and a function that registers its containers.
     Torch keeps them for the whole process; they cannot be unregistered.
     """
-    for entry_point in entry_points(group=CONTAINERS):
+    for entry_point in entry_points(group="wallfacer.containers"):
         if entry_point.name in sys.modules:
             entry_point.load()()
 
@@ -60,16 +57,16 @@ def _bound(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> inspect.Bou
             raise ValueError(f"args and kwargs are not arguments of {name}: {error}") from None
 
 
-def unsupported_inputs(leaves: list[Any]) -> list[str]:
-    """What those leaves of the arguments are that no graph takes: caches that pytree does not know,
-    sparse and nested tensors."""
-    found: list[str] = []
+def unsupported_input(leaves: list[Any]) -> str:
+    """What the first leaf of the arguments is that no graph takes: a cache that pytree does not
+    know, a sparse or a nested tensor; "" if there is none."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            found += [] if leaf.layout is torch.strided else [f"{leaf.layout} tensor"]
+            if leaf.layout is not torch.strided:
+                return f"{leaf.layout} tensor"
         elif not isinstance(leaf, (*_INPUTS, *CONSTANTS)):
-            found.append(type(leaf).__name__)
-    return found
+            return type(leaf).__name__
+    return ""
 
 
 def containers(args: tuple, kwargs: dict[str, Any]) -> list[Any]:

@@ -82,7 +82,7 @@ def install(model: nn.Module, tiles: Sequence[Tiles]) -> Handle:
     return handle
 
 
-def agreed(tiles: Sequence[Tiles], group: ProcessGroup | None = None) -> tuple[Tiles, ...]:
+def agreed(tiles: Sequence[Tiles], group: ProcessGroup | None) -> tuple[Tiles, ...]:
     """All modules that any rank of `group` (None: of the job) tiles, each in its largest count."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return tuple(tiles)
