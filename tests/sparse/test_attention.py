@@ -96,6 +96,15 @@ def test_outputs_and_gradients_are_those_of_dense_attention(
         torch.testing.assert_close(got, [*expected], rtol=0, atol=1e-12)
 
 
+def test_an_empty_batch_has_empty_outputs_and_gradients() -> None:
+    *inputs, chosen = (x[:0] for x in draw(2, True))
+    results = run_threads(2, over_ranks, "zigzag", inputs, chosen, {})
+    assert [x.shape for x in results[0]] == [
+        (0, SEQLEN, HEADS, VALUE_DIM),
+        *(x.shape for x in inputs),
+    ]
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_latents_are_the_keys_and_values_that_they_project_to(size: int) -> None:
     q, *_, chosen = draw(1, False)

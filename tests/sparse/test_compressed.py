@@ -122,6 +122,21 @@ def test_outputs_and_gradients_are_those_of_dense_attention(
 
 
 @pytest.mark.parametrize("chosen", [True, False])
+def test_an_empty_batch_has_empty_outputs_and_gradients(chosen: bool) -> None:
+    def rank(comm: Any) -> list[tuple[int, ...]]:
+        q = torch.zeros(0, 8, HEADS, DIM, requires_grad=True)
+        kv = torch.zeros(0, 8, DIM, requires_grad=True)
+        attention = CompressedAttention(sequence_parallel(comm))
+        entries = attention.compress(kv, 4, mean).values
+        choice = torch.zeros(0, 8, 1, dtype=torch.long) if chosen else None
+        out = attention(q, kv, entries, choice, window=3, ratio=4)
+        return [tuple(x.shape) for x in gradients(out, q, kv)]
+
+    q_shape, kv_shape = (0, 8, HEADS, DIM), (0, 8, DIM)
+    assert run_threads(2, rank) == [[q_shape, q_shape, kv_shape]] * 2
+
+
+@pytest.mark.parametrize("chosen", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_results_in_half_precision_are_rounded_once(dtype: torch.dtype, chosen: bool) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -146,7 +146,9 @@ class _Part:
     def _fold(self, x: Tensor) -> Tensor:
         """(b, n, h, ...) -> (b, N, g, M, ...), in the accumulator's dtype."""
         rows = self._read.rows
-        return x.to(rows.dtype).reshape(*rows.shape[:3], -1, x.shape[-1])
+        _, blocks, key_heads, *_ = rows.shape
+        members = x.shape[1] * x.shape[2] // (blocks * key_heads)  # M; a batch may be empty
+        return x.to(rows.dtype).reshape(*rows.shape[:3], members, x.shape[-1])
 
     def _unfold(self, x: Tensor) -> Tensor:
         return x.reshape(*self._shape, *x.shape[4:])

@@ -70,8 +70,8 @@ class KeyRanges:
         self._on_device = limits.to(table.device)  # once: a copy for each block would wait
         counts = limits[1] - limits[0]
         longest = max(BLOCK_ROWS, int(counts.max()) if counts.numel() else 0)
-        # a block has about twice the keys
-        self.block_rows = min(longest, BLOCK_SCORES // (2 * longest * q_shape[0] * q_shape[2]))
+        row_scores = 2 * longest * q_shape[0] * q_shape[2]  # a block has about twice the keys
+        self.block_rows = min(longest, BLOCK_SCORES // max(1, row_scores))
 
     def read(self, rows: slice) -> Read:
         """(b, 1, 1, t, d)"""
