@@ -64,11 +64,9 @@ class NeutralMpu:
         return self.groups.world
 
     def get_sequence_data_parallel_world_size(self) -> int:
-        """The world size."""
         return dist.get_world_size()
 
     def get_sequence_data_parallel_rank(self) -> int:
-        """The rank in the world."""
         return dist.get_rank()
 
     def get_data_parallel_world_size(self) -> int:

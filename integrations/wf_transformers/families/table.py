@@ -8,7 +8,6 @@ function that replaces one of their methods. Only modules of attached models are
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType, MethodType
@@ -34,7 +33,6 @@ from wf_transformers.models import (
     REGISTRY,
     file_of,
     row_of,
-    transformers_class,
     with_torch_attention,
 )
 
@@ -187,7 +185,7 @@ BUILDS_MASKS = "MptModel"
 
 def modules_without_registry(model: nn.Module) -> list[Any]:
     """The attention modules in `model` that are in the table and do not use the registry."""
-    return [m for m, _ in _rows_in(model) if not file_uses_registry(transformers_class(m))]
+    return [m for m, _ in _rows_in(model) if not file_uses_registry(m)]
 
 
 def _rows_in(model: nn.Module) -> list[tuple[Any, AttentionRow]]:
@@ -197,14 +195,14 @@ def _rows_in(model: nn.Module) -> list[tuple[Any, AttentionRow]]:
     return [(m, row) for m, row in pairs if row and (id(m) in in_stacks or not row.in_stack)]
 
 
-def file_uses_registry(cls: type) -> bool:
-    """Whether the file of a class uses transformers' registry."""
-    return hasattr(sys.modules[cls.__module__], REGISTRY)
+def file_uses_registry(module: nn.Module) -> bool:
+    """Whether the file of a module's class uses transformers' registry."""
+    return hasattr(file_of(module), REGISTRY)
 
 
 def attribute_changes(module: Any, row: AttentionRow, attention: Attention) -> dict[str, Any]:
     """The attributes to set on a module of the table so that it calls `attention`."""
-    if file_uses_registry(transformers_class(module)):  # a window may show in its masks only
+    if file_uses_registry(module):  # a window may show in its masks only
         window = None if hasattr(module, "sliding_window") else row.window(module)
         attributes = {"sliding_window": window} if window else {}
         return {**attributes, **row.registry_attributes(module)}
