@@ -25,10 +25,12 @@ from tests.integrations.transformers_models import (  # noqa: E402
     SMALL,
     VOCAB,
     gradients,
+    one_rank,
     sequence_parallel,
 )
 from tests.integrations.verify_models import DIFFERS, verify_on_ranks  # noqa: E402
 from wf_transformers import WholeBatchHooks, attach_model  # noqa: E402
+from wf_transformers.comparison.random_batch import random_batch  # noqa: E402
 
 BATCH_SIZE, SEQLEN, NUM_CHOICES, NUM_LABELS = 2, 21, 3, 4  # 21: padded on 2 and 4 ranks
 POSITIONS = {"num_attention_heads": 4, "max_position_embeddings": 64}
@@ -180,6 +182,13 @@ def test_the_positions_of_a_roberta_on_one_rank_are_exact(padded: bool) -> None:
 def test_a_model_of_multiple_choice_is_compared_on_a_drawn_batch() -> None:
     reports = verify_on_ranks(lambda: build("BertForMultipleChoice"), whole_batches=True)
     assert all(report is not None and report.compared >= 30 for report in reports)
+
+
+def test_no_batch_is_drawn_for_a_model_of_multiple_choice_with_too_few_positions() -> None:
+    """It was a batch without arguments, which the model could not run."""
+    model = build("BertForMultipleChoice")
+    model.config.max_position_embeddings = 1
+    assert random_batch(model, one_rank()) is None
 
 
 def test_a_model_of_multiple_choice_that_mixes_the_tokens_of_a_rank_is_refused() -> None:

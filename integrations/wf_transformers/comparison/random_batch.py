@@ -39,10 +39,10 @@ def random_batch(
         batch = _tokens(model, config, sp, generator, labelled)
     else:
         batch = None
-    if any(type(inner).__name__.endswith("ForMultipleChoice") for inner in models):
-        batch = {key: x[:, None] for key, x in (batch or {}).items()}  # (b, choices, S)
     if batch is None:
         return None
+    if any(type(inner).__name__.endswith("ForMultipleChoice") for inner in models):
+        batch = {key: x[:, None] for key, x in batch.items()}  # (b, choices, S)
     dtypes = {torch.get_default_dtype(): like.dtype}  # pixels of models that do not cast them
     return {key: x.to(like.device, dtypes.get(x.dtype, x.dtype)) for key, x in batch.items()}
 
