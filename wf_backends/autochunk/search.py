@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -135,7 +135,7 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     allocates = dict(outputs)
     if overwritten is not None:
         allocates[graph.storages[flow.end.node][0]] -= nbytes(overwritten)
-    reads = tuple({s: None for step in inner for s in step.reads if s not in allocated})
+    reads = tuple({s for step in inner for s in step.reads} - allocated)
     order = [graph.steps[graph.position[node]] for node in (*before, *after)]
     order.insert(len(before), GraphStep(flow.end.node, reads, allocates))
     reused = graph.storages[overwritten] if overwritten else ()
@@ -146,16 +146,22 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     peaks[len(before)] = 0
     outside_peak = max(peaks)
     outside_peak_step = graph.position[order[peaks.index(outside_peak)].node]
-    padded = {  # inputs with a halo: slices at the border get copies of them
-        op.node: sum(nbytes(source.node) for source in op.sources if source.before or source.after)
-        for op in flow.operators
-    }
-    with_pads = [replace(s, temporary=s.temporary + padded[s.node]) for s in inner]
-    sliced_bytes = max(profile(with_pads, outputs))
+    sliced_bytes = _sliced_bytes(flow, inner, outputs)
     if rows_before(flow, overwritten):  # one more slice of the end is live
         sliced_bytes += graph.storage_bytes[graph.storages[flow.end.node][0]]
     sizes = fixed_bytes, sliced_bytes, outputs.total(), outside_peak
     return Candidate(lo, hi, window, flow, *sizes, outside_peak_step, overwritten)
+
+
+def _sliced_bytes(flow: Flow, inner: Sequence[GraphStep], outputs: Container[int]) -> int:
+    """The bytes that a flow's steps need, if it is not sliced; `outputs` are live to its end.
+    Inputs with a halo count, too: slices at the border get copies of them."""
+    padded = {
+        op.node: sum(nbytes(source.node) for source in op.sources if source.before or source.after)
+        for op in flow.operators
+    }
+    with_pads = [replace(s, temporary=s.temporary + padded[s.node]) for s in inner]
+    return max(profile(with_pads, outputs))
 
 
 def _computes_all_rows(flow: Flow) -> bool:
