@@ -13,8 +13,9 @@ from wf_backends.cost.workload import FORWARD, HeadSplit, Workload
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.planner.explanation import scheme
 from wf_backends.planner.plan import Choice, Request
-from wf_backends.planner.search import all_plans, best_plan, price_plan
-from wf_backends.schedule.mask import CAUSAL, Mask
+from wf_backends.planner.proxy import representative
+from wf_backends.planner.search import all_plans, best_plan, plan_for, price_plan
+from wf_backends.schedule.mask import CAUSAL, Band, Mask
 from wf_backends.schedule.placement import default_placement, place, read_placed
 
 WIDE_SHAPE = Shape(batch=1, heads=4, kv_heads=4, head_dim=64, itemsize=4)
@@ -40,6 +41,14 @@ def test_a_memory_limit_that_no_plan_meets_is_refused_with_the_closest_plan() ->
     message, min_gib = str(refusal.value), closest.cost.memory_bytes / 2**30
     assert f"the closest, {scheme(closest, 4)}, needs {min_gib:.3g} GiB" in message
     assert "more ranks" in message
+
+
+def test_the_closest_plan_is_named_for_all_ranks_where_some_stand_for_them() -> None:
+    workload = Workload(SHAPE, 1 << 17, Mask(Band(1024, 0)), "contiguous")
+    request = Request(cluster(16, 4), workload, memory_bytes=1000, degrees=(1,))
+    assert representative(request).topology.size < 64
+    with pytest.raises(ValueError, match="the closest, all-gather 64, needs"):
+        plan_for(request)
 
 
 def test_gathered_rows_are_kept_where_memory_allows() -> None:

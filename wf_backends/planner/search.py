@@ -39,19 +39,20 @@ def plan_for(request: Request) -> Plan:
         ValueError: if no plan fits the memory limit or the heads.
     """
     with _PLANNING:
-        return _planned(representative(request))
+        return check_memory(_planned(representative(request)), request)
 
 
 @lru_cache(maxsize=64)
 def _planned(request: Request) -> Plan:
-    """The best plan; where few routes are counted, the plan for one document if it is better."""
+    """The best plan, whether or not it fits the memory; where few routes are counted, the plan for
+    one document if it is better."""
     on_few_routes = with_message_counts(request)
     if on_few_routes == request:
-        return best_plan(request)
+        return _first_plan(request)
     one_document = replace(request, workload=with_documents(request.workload, None))
     choice = _first_plan(one_document).choice
     plans = [price_plan(on_few_routes, choice), _first_plan(on_few_routes)]
-    return check_memory(ranked(plans, on_few_routes)[0], on_few_routes)
+    return ranked(plans, on_few_routes)[0]
 
 
 def all_plans(request: Request) -> list[Plan]:
