@@ -125,6 +125,26 @@ def test_a_rank_keeps_its_share_of_the_keys_in_few_ranges():
     assert max(ranges for _, ranges in results) <= 5
 
 
+def decode_in_blocks(comm: Communicator) -> tuple[int, int]:
+    """The buffers that 3 blocks of new tokens used, one token at a time, and the rows of the last.
+    Every other token is decoded in inference mode."""
+    cache, tokens, buffers = filled(make_sp(comm), *draw()), [x[:, :1] for x in draw()], set[int]()
+    for i in range(3 * BLOCK):
+        with torch.inference_mode(i % 2 == 0):
+            cache.attention(*tokens)
+        assert cache._kv is not None
+        buffers.add(cache._kv.data_ptr())
+    return len(buffers), len(cache._kv)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_keys_are_copied_once_for_a_block_of_new_tokens(ranks: int):
+    tokens = PROMPT + 3 * BLOCK
+    for buffers, rows in run_threads(ranks, decode_in_blocks):
+        assert buffers <= 1 + 3
+        assert rows <= tokens / ranks + 2 * BLOCK
+
+
 def decode_again(comm: Communicator) -> tuple[Tensor, Tensor]:
     """The last two tokens, and the same after the cache was cropped and its samples exchanged."""
     sp, (q, k, v) = make_sp(comm), draw()

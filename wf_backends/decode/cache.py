@@ -44,8 +44,8 @@ SLACK = 128
 """Tokens that `crop` can take back where keys are dropped. Drafts of speculative decoding, which it
 takes back, have 10 to 20."""
 BLOCK = 128
-"""Tokens that a rank takes before another does, and that are dropped at once: a rank whose tokens
-lie in few ranges calls few kernels."""
+"""Tokens that a rank takes before another does, for which its buffer grows at once, and that are
+dropped at once: a rank whose tokens lie in few ranges calls few kernels."""
 
 Masks = list[tuple[slice, Mask]]  # (samples, their mask); all samples together
 
@@ -83,15 +83,19 @@ class KeyValueCache(Shared):
         self._compared: dict[str, int] | None = None  # of the last call
         self._layout: list[Ranges] = [()] * sp.size
         self._owner = 0  # the rank of the last new token
-        self._kv: Tensor | None = None  # [K|V] (s, b, g, d + e)
+        self._kv: Tensor | None = None  # [K|V] (s or more, b, g, d + e): free rows come last
         self.length = self.first = 0
         self.window_size, self._slack = window_size, slack
         self._mask = make_mask(causal=True, window_size=window_size)
 
     @property
     def nbytes(self) -> int:
-        """Bytes on this rank."""
-        return 0 if self._kv is None else self._kv.nbytes
+        """Bytes of this rank's keys and values. The buffer has up to BLOCK free rows more."""
+        return 0 if self._kv is None else self._kv[: self._num_rows].nbytes
+
+    @property
+    def _num_rows(self) -> int:
+        return size(self._layout[self._sp.rank])
 
     def keep(self, k: Tensor, v: Tensor, seqlen: int) -> None:
         """Keep this rank's rows of a prompt, which `sp.attention` gets too: those in reach.
@@ -202,9 +206,10 @@ class KeyValueCache(Shared):
         """Keep the keys of the tokens from `start` to `stop`."""
         rank, kept = self._sp.rank, join([(start, stop)])
         layout = [intersect(ranges, kept) for ranges in self._layout]
-        if self._kv is not None and layout[rank] != self._layout[rank]:
-            slices = locate(layout[rank], self._layout[rank]) or ((0, 0),)  # one: rows are in order
-            self._kv = self._kv[slice(*slices[0])].clone()
+        slices = locate(layout[rank], self._layout[rank]) or ((0, 0),)  # one: rows are in order
+        start_row, stop_row = slices[0]
+        if self._kv is not None and (start_row > 0 or len(self._kv) > stop_row + BLOCK):
+            self._kv = self._kv[start_row:stop_row].clone()
         self._layout, self.length = layout, min(self.length, stop)
         self.first = max(self.first, start) if self.length else 0
 
@@ -225,12 +230,22 @@ class KeyValueCache(Shared):
         sizes = [size(ranges) for ranges in self._layout]
         if sizes[self._owner] >= min(sizes) + BLOCK:
             self._owner = sizes.index(min(sizes))
+        if self._owner == self._sp.rank:
+            self._write(fuse(k, v))
         stop = self.length + k.shape[1]
         self._layout[self._owner] = join((*self._layout[self._owner], (self.length, stop)))
         self.length = stop
-        if self._owner == self._sp.rank:
-            assert self._kv is not None
-            self._kv = torch.cat((self._kv, fuse(k, v)))
+
+    def _write(self, new: Tensor) -> None:
+        """Write [K|V] (n, b, g, d + e) after this rank's rows, in a larger buffer if it is full."""
+        assert self._kv is not None
+        first, stop = self._num_rows, self._num_rows + len(new)
+        if stop > len(self._kv) or self._kv.is_inference():
+            with torch.inference_mode(False):  # later calls, in any mode, write to the buffer
+                larger = new.new_empty((first + max(BLOCK, len(new)), *new.shape[1:]))
+            larger[:first] = self._kv[:first]
+            self._kv = larger
+        self._kv[first:stop] = new
 
     def _over_own_keys(
         self, tiles: ForwardTiles, rows: Ranges, masks: Masks, q: Tensor, v: Tensor
@@ -240,10 +255,10 @@ class KeyValueCache(Shared):
         queries, dtype = q.transpose(0, 1), accumulator_dtype(q.dtype)
         out = q.new_zeros((*queries.shape[:-1], v.shape[-1]), dtype=dtype)
         lse = q.new_full(queries.shape[:-1], -inf, dtype=dtype)
-        held = rows, self._layout[self._sp.rank]
+        held, kv = (rows, self._layout[self._sp.rank]), self._kv[: self._num_rows]
         for samples, mask in masks:
-            q_rows, keys, *results = (x[:, samples] for x in (queries, self._kv, out, lse))
-            for tile in make_tiles(*held, mask):
+            q_rows, keys, *results = (x[:, samples] for x in (queries, kv, out, lse))
+            for tile in _tiles(*held, mask):
                 tiles(replace(tile, held=held), (q_rows,), (keys,), tuple(results), ())
         return out, lse
 
@@ -284,3 +299,4 @@ def _kernel(name: str, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> Kerne
 
 
 _selected = lru_cache(maxsize=64)(select)
+_tiles = lru_cache(maxsize=64)(make_tiles)  # the same in all layers of a model
