@@ -41,8 +41,7 @@ from wf_backends.schedule import (
 )
 
 SLACK = 128
-"""Tokens that `crop` can take back where keys are dropped. Drafts of speculative decoding, which it
-takes back, have 10 to 20."""
+"""Tokens that `crop` can take back where keys are dropped. Speculative drafts have 10 to 20."""
 BLOCK = 128
 """Tokens that a rank takes before another does, for which its buffer grows at once, and that are
 dropped at once: a rank whose tokens lie in few ranges calls few kernels."""
@@ -206,10 +205,9 @@ class KeyValueCache(Shared):
         """Keep the keys of the tokens from `start` to `stop`."""
         rank, kept = self._sp.rank, join([(start, stop)])
         layout = [intersect(ranges, kept) for ranges in self._layout]
-        slices = locate(layout[rank], self._layout[rank]) or ((0, 0),)  # one: rows are in order
-        start_row, stop_row = slices[0]
-        if self._kv is not None and (start_row > 0 or len(self._kv) > stop_row + BLOCK):
-            self._kv = self._kv[start_row:stop_row].clone()
+        ((first, last),) = locate(layout[rank], self._layout[rank]) or ((0, 0),)  # rows in order
+        if self._kv is not None and (first > 0 or len(self._kv) > last + BLOCK):
+            self._kv = self._kv[first:last].clone()
         self._layout, self.length = layout, min(self.length, stop)
         self.first = max(self.first, start) if self.length else 0
 
