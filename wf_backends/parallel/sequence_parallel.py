@@ -192,12 +192,13 @@ class SequenceParallel(AttentionMethod, Shared):
             ValueError: on every rank, naming what differs.
         """
         tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
-        values = {key: _checksum(value) for key, value in sorted(tensors.items())}
-        values |= {key: fingerprint(value) for key, value in mask_arguments(batch).items()}
-        objects = {"keys of the batch": sorted(values), "batch": values}
-        same = {name: fingerprint(value) for name, value in objects.items()}
+        same = {key: _checksum(value) for key, value in sorted(tensors.items())}
+        same |= {key: fingerprint(value) for key, value in mask_arguments(batch).items()}
         on_device = next(iter(tensors.values())) if tensors else torch.empty(0)
-        self._consistency.check(same, {}, on_device, remember=False, objects=objects)
+        names = {"keys of the batch": sorted(same)}
+        keys = {name: fingerprint(keys) for name, keys in names.items()}
+        self._consistency.check(keys, {}, on_device, remember=False, objects=names)
+        self._consistency.check(same, {}, on_device, remember=False)
         return tensors
 
     @eager
