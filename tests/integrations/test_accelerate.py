@@ -46,6 +46,7 @@ def draws():
 for seed in (torch.manual_seed, random.seed, numpy.random.seed):
     seed(dist.get_rank())
 accelerator.save_state(folder)
+accelerator.wait_for_everyone()  # each rank writes a file
 if dist.get_rank() == 0:
     os.remove(f"{folder}/random_states_1.pkl")  # as if a job of one rank had saved
 expected = draws()
