@@ -21,6 +21,7 @@ from tests.integrations.deepspeed_jobs import tiny_llama  # noqa: E402
 from tests.integrations.trl_jobs import run_trl  # noqa: E402
 from tests.long import selected_cases  # noqa: E402
 from wf_deepspeed import trainers  # noqa: E402
+from wf_transformers.whole_batches import trl_trainers  # noqa: E402
 
 pytestmark = pytest.mark.deepspeed
 
@@ -133,6 +134,7 @@ def test_a_trainer_that_generates_in_a_way_of_its_own_is_refused(method: str) ->
 def test_vllm_is_refused_under_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = object.__new__(import_module("trl").GRPOTrainer)
     trainer.model, trainer.ref_model, trainer.use_vllm = tiny_llama(), None, True
-    monkeypatch.setattr(trainers, "makes_log_probabilities", lambda _: True)  # it was not made
+    # It was not made.
+    monkeypatch.setattr(trl_trainers, "makes_log_probabilities", lambda _: True)
     with pytest.raises(NotImplementedError, match="use_vllm=True"):
         trainers.METHODS["train"](trainer, lambda *_: None)
