@@ -125,24 +125,46 @@ def test_a_rank_keeps_its_share_of_the_keys_in_few_ranges():
     assert max(ranges for _, ranges in results) <= 5
 
 
-def decode_in_blocks(comm: Communicator) -> tuple[int, int]:
-    """The buffers that 3 blocks of new tokens used, one token at a time, and the rows of the last.
-    Every other token is decoded in inference mode."""
-    cache, tokens, buffers = filled(make_sp(comm), *draw()), [x[:, :1] for x in draw()], set[int]()
+def decode_in_blocks(comm: Communicator, inference: tuple[bool, bool]) -> tuple[int, int, int]:
+    """The buffers that 3 blocks of new tokens used, one token at a time, even and odd ones in these
+    modes; the rows of the last one, and its rows after a crop."""
+    cache, tokens, buffers = filled(make_sp(comm), *draw()), [x[:, :1] for x in draw()], []
     for i in range(3 * BLOCK):
-        with torch.inference_mode(i % 2 == 0):
+        with torch.inference_mode(inference[i % 2]):
             cache.attention(*tokens)
         assert cache._kv is not None
-        buffers.add(cache._kv.data_ptr())
-    return len(buffers), len(cache._kv)
+        if not buffers or cache._kv is not buffers[-1]:
+            buffers.append(cache._kv)
+    cache.crop(PROMPT)
+    return len(buffers), len(buffers[-1]), len(cache._kv)
 
 
+@pytest.mark.parametrize("inference", [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_keys_are_copied_once_for_a_block_of_new_tokens(ranks: int):
+def test_keys_are_copied_once_for_a_block_of_new_tokens(ranks: int, inference: tuple[bool, bool]):
     tokens = PROMPT + 3 * BLOCK
-    for buffers, rows in run_threads(ranks, decode_in_blocks):
+    for buffers, rows, rows_after_crop in run_threads(ranks, decode_in_blocks, inference):
         assert buffers <= 1 + 3
         assert rows <= tokens / ranks + 2 * BLOCK
+        assert rows_after_crop <= PROMPT + BLOCK
+
+
+def decode_samples_of_inference_mode(comm: Communicator) -> tuple[Tensor, Tensor]:
+    """Two tokens, and the second again after samples were taken in inference mode."""
+    sp, (q, k, v) = make_sp(comm), draw()
+    cache = filled(sp, q, k, v)
+    first, second = ([x[:, i : i + 1] for x in (q, k, v)] for i in (PROMPT, PROMPT + 1))
+    cache.attention(*first)
+    out = cache.attention(*second)
+    cache.crop(PROMPT + 1)
+    with torch.inference_mode():
+        cache.take_samples(torch.tensor([0, 1]))
+    return out, cache.attention(*second)
+
+
+def test_a_cache_whose_samples_were_taken_in_inference_mode_continues_outside():
+    for out, again in run_threads(2, decode_samples_of_inference_mode):
+        assert torch.equal(out, again)
 
 
 def decode_again(comm: Communicator) -> tuple[Tensor, Tensor]:
