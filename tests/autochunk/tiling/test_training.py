@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from tests.autochunk.tiling.decoder import (
 from tests.autochunk.tiling.helpers import WIDTH as NARROW
 from tests.autochunk.tiling.helpers import TwoLayers, tiled_modules
 from wf_backends.autochunk.graph import StorageTracker
-from wf_backends.autochunk.tiling import TrainingPlan, apply_training, plan_training
+from wf_backends.autochunk.tiling import TrainingPlan, apply_training, plan_training, training
 from wf_backends.autochunk.tiling.fake_runs import refuse_row_counts
 from wf_backends.autochunk.tiling.tiles import Tiles
 
@@ -517,6 +518,21 @@ class TestJson:
         text = json.dumps(json.loads(NOTHING.to_json()) | {"peak": "3"})
         with pytest.raises(ValueError, match="plan.peak must be an integer, got '3'"):
             TrainingPlan.from_json(text)
+
+
+def test_modules_that_could_save_nothing_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Llama is run without tiles, with its loss and with its MLPs in tiles, and not with its
+    rotary embedding."""
+    config = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 16384}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    transformers = pytest.importorskip("transformers")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, **heads)).train()
+    run = Mock(wraps=training.training_peak)
+    monkeypatch.setattr(training, "training_peak", run)
+    ids = torch.zeros(1, 1024, dtype=torch.long)
+    plan = plan_training(model, kwargs={"input_ids": ids, "labels": ids}, max_slowdown=1.0)
+    assert planned_modules(plan) == ["lm_head", "model.layers.0.mlp", "model.layers.1.mlp"]
+    assert run.call_count == 3
 
 
 @pytest.mark.parametrize(
