@@ -12,7 +12,7 @@ from tests.cases import schedules
 from tests.schedule.positions import positions
 from tests.slices import SLICES
 from wf_backends.lowering.derivation import lower
-from wf_backends.lowering.gather_rounds import rounds_of_bundle
+from wf_backends.lowering.gather_rounds import delivery_rounds
 from wf_backends.lowering.problem import Problem, Reads
 from wf_backends.lowering.program import Parcels
 from wf_backends.schedule.layout import contiguous, make_layout, zigzag
@@ -101,7 +101,23 @@ def test_all_ranks_of_a_host_fetch_equally_many_rows():
         assert sum(from_other_hosts) == 12 * 8 // 4  # a quarter of the 12 shards of other hosts
 
 
-def test_rows_that_are_passed_on_are_computed_after_those_that_were_fetched():
-    first, later = rounds_of_bundle(True, 1, 3, True), rounds_of_bundle(False, 1, 3, True)
-    assert first.rest < first.near < first.fetched < first.passed < first.reduce
-    assert later.passed < later.fetched == later.reduce < later.near < later.rest
+@pytest.mark.parametrize(
+    ("first_step", "rounds"),
+    (
+        (True, ("own", "near", "fetched 0", "fetched 1, passed 0", "passed 1")),
+        (False, ("passed 0", "fetched 0, passed 1", "fetched 1", "near", "own")),
+    ),
+)
+def test_the_rounds_of_two_bundles_are_those_of_the_picture(first_step, rounds):
+    """Own rows are in the round `rest`; results are sent once all results for them arrived."""
+
+    def index(name):
+        (found,) = (i for i, names in enumerate(rounds) if name in names)
+        return found
+
+    for bundle in (0, 1):
+        actual = delivery_rounds(first_step, bundle, 2, True)
+        fetched, passed = index(f"fetched {bundle}"), index(f"passed {bundle}")
+        assert actual == (index("own"), fetched, passed, max(fetched, passed + 1))
+    near = index("near")
+    assert delivery_rounds(first_step, None, 2, True) == (index("own"), near, near, near)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 from wf_backends.lowering.problem import Reads
@@ -38,48 +38,33 @@ def bundle_sizes(count: int) -> list[int]:
     return [count // n + (1 if i < count % n else 0) for i in range(n)]
 
 
-class BundleRounds(NamedTuple):
-    """The indices of the rounds of a step that concern a bundle of owners."""
+class DeliveryRounds(NamedTuple):
+    """The indices of the rounds of a step that concern a delivery."""
 
     rest: int  # tiles on own rows, and on rows of which nothing is sent in this step
-    near: int  # tiles on rows of owners on the same host
     fetched: int  # tiles on rows that this rank fetched
     passed: int  # tiles on rows that another rank of the host fetched
     reduce: int  # after the tiles, results for fetched rows are sent to their owners
 
 
-def rounds_of_bundle(first_step: bool, bundle: int, count: int, on_hosts: bool) -> BundleRounds:
-    """The rounds of a bundle, of `count`. `on_hosts`: whether the host size is above 1."""
+def delivery_rounds(
+    first_step: bool, bundle: int | None, num_bundles: int, on_hosts: bool
+) -> DeliveryRounds:
+    """The rounds of a delivery from owners in a bundle, or None = near ones; see the module.
+
+    `on_hosts`: whether the host size is above 1.
+    """
     extra = 1 if on_hosts else 0
+    rest, near = (0, 1) if first_step else (num_bundles + 2 * extra, num_bundles + 1)
+    if bundle is None:
+        return DeliveryRounds(rest, fetched=near, passed=near, reduce=near)
     if first_step:
         fetched = 1 + extra + bundle
-        return BundleRounds(0, 1, fetched, passed=fetched + extra, reduce=fetched + 2 * extra)
-    near, fetched = count + extra, bundle + extra
-    return BundleRounds(near + extra, near, fetched, passed=bundle, reduce=fetched)
+        return DeliveryRounds(rest, fetched, passed=fetched + extra, reduce=fetched + 2 * extra)
+    return DeliveryRounds(rest, bundle + extra, passed=bundle, reduce=bundle + extra)
 
 
-class Delivery(NamedTuple):
-    """How rows of one owner get to the ranks of one host that read them, and their results back.
-
-    Dictionaries are by reader (the owner is none), in the order of who fetches first.
-    """
-
-    owner: int
-    is_near: bool
-    """Whether the host is the owner's."""
-    rounds: tuple[BundleRounds, BundleRounds]
-    """In the first step, and in a later one. On the owner's host, all rows are in round `near`."""
-    needed: dict[int, Ranges]
-    """The rows that each rank reads."""
-    fetched: dict[int, Ranges]
-    """Of these, the rows that each rank gets from the owner. On the owner's host these are all; on
-    another host those that no rank before it reads. The others are passed on by who fetched."""
-    last_step: dict[int, int]
-    """The step after which results are finished: the last one in which the rank reads any of the
-    rows. On another host the last one of all its ranks, since their results are added up there."""
-
-
-class ExchangePart(NamedTuple):
+class Transfer(NamedTuple):
     """Rows (positions) that one rank sends to another in an exchange of a round."""
 
     round_index: int
@@ -87,6 +72,40 @@ class ExchangePart(NamedTuple):
     sender: int
     receiver: int
     rows: Ranges
+
+
+class Delivery(NamedTuple):
+    """How rows of one owner get to ranks of one host that read them, and their results back.
+
+    On the owner's own host each reader has a delivery for itself, on any other all readers share
+    one. Dictionaries are by reader, in the order of who fetches first.
+    """
+
+    owner: int
+    rounds: tuple[DeliveryRounds, DeliveryRounds]
+    """In the first step, and in a later one."""
+    needed: dict[int, Ranges]
+    """The rows that each rank reads."""
+    fetched: dict[int, Ranges]
+    """Of these, the rows that each rank gets from the owner and passes on to the other readers:
+    those that no rank before it reads."""
+    last_step: int
+    """The step after which results are finished: the last one in which a reader reads any row."""
+
+    def transfers(self, step: int) -> Iterator[Transfer]:
+        """What all its ranks send in a step: rows in the first one, results in the last one."""
+        rounds = self.rounds[min(step, 1)]
+        for reader, rows in self.fetched.items():
+            if rows and step == 0:
+                yield Transfer(rounds.fetched, "fetch", self.owner, reader, rows)
+            if rows and step == self.last_step:
+                yield Transfer(rounds.reduce, "reduce", reader, self.owner, rows)
+        for fetcher, reader in product(self.fetched, self.needed):
+            rows = intersect(self.fetched[fetcher], self.needed[reader])
+            if rows and fetcher != reader and step == 0:
+                yield Transfer(rounds.fetched, "pass_on", fetcher, reader, rows)
+            if rows and fetcher != reader and step == self.last_step:
+                yield Transfer(rounds.passed, "pass_back", reader, fetcher, rows)
 
 
 class GatherRounds:
@@ -97,8 +116,8 @@ class GatherRounds:
         self.shards, self.layout, self.rows = reads.stay_shards, reads.stay_layout, reads.stay_rows
         self.num_hosts = -(-len(self.shards) // host_size)
         self._readers = ranks_by_shard(self.shards)
-        self.bundles = cache(self._bundles)
-        self.delivery, self.deliveries = cache(self._delivery), cache(self._deliveries)
+        self.bundles, self.deliveries = cache(self._bundles), cache(self._deliveries)
+        self.deliveries_of = cache(self._deliveries_of)
 
     def stay(self, rank: int) -> Stay:
         """The buffer of the rows that a rank reads of the side that stays."""
@@ -108,17 +127,21 @@ class GatherRounds:
 
     def rounds(self, step: int, rank: int) -> Iterator[tuple[Ranges, Round]]:
         """(rows that are computed, messages) of every round of a step."""
-        deliveries = self.deliveries(rank)
-        parts = [part for delivery in deliveries for part in self._parts(step, rank, delivery)]
-        if not parts:
+        deliveries = [d for d in self.deliveries_of(rank) if step in (0, d.last_step)]
+        if not deliveries:
             yield self.rows(rank), Round(())
             return
-        computed = self._computed_rows(step, rank)
-        num_rounds = max([*computed, *(part.round_index for part in parts)]) + 1
+        computed = self._computed_rows(step, rank, deliveries)
+        transfers = [
+            transfer
+            for delivery in deliveries
+            for transfer in delivery.transfers(step)
+            if rank in (transfer.sender, transfer.receiver)
+        ]
+        num_rounds = max([*computed, *(transfer.round_index for transfer in transfers)]) + 1
         for index in range(num_rounds):
-            parts_of_round = [part for part in parts if part.round_index == index]
-            names = {part.exchange for part in parts_of_round}
-            exchanges = {name: self._exchange(rank, name, parts_of_round) for name in names}
+            of_round = [transfer for transfer in transfers if transfer.round_index == index]
+            exchanges = {t.exchange: self._exchange(rank, t.exchange, of_round) for t in of_round}
             yield computed.get(index, ()), Round((), **exchanges)
 
     def _host(self, rank: int) -> int:
@@ -146,96 +169,76 @@ class GatherRounds:
         in_pairs = self.num_hosts & (self.num_hosts - 1) == 0
         return other ^ host if in_pairs else (other - host) % self.num_hosts
 
-    def _rounds_of_bundle(self, first_step: bool, host: int, bundle: int = 0) -> BundleRounds:
-        count = len(self.bundles(host))
-        return rounds_of_bundle(first_step, bundle, count, on_hosts=self.host_size > 1)
+    def _rounds(self, step: int, host: int, bundle: int | None = None) -> DeliveryRounds:
+        num_bundles, on_hosts = len(self.bundles(host)), self.host_size > 1
+        return delivery_rounds(step == 0, bundle, num_bundles, on_hosts)
 
-    def _delivery(self, owner: int, host: int) -> Delivery:
-        bundle, first_index = 0, 0
+    def _deliveries(self, owner: int, host: int) -> list[Delivery]:
+        """Those of an owner's rows to the ranks of a host: one for all, or for each if near."""
+        bundle, first_index = None, 0
         for i, first_indices in enumerate(self.bundles(host)):
             if owner in first_indices:
                 bundle, first_index = i, first_indices[owner]
         ranks = range(len(self.shards))[host * self.host_size : (host + 1) * self.host_size]
         in_order = sorted(ranks, key=lambda rank: (rank - first_index) % self.host_size)
-        own, is_near = self.layout[owner], host == self._host(owner)
+        own = self.layout[owner]
         read = {rank: intersect(self.rows(rank), own) for rank in in_order if rank != owner}
         needed = {rank: rows for rank, rows in read.items() if rows}
-        last_step = {rank: self._last_step(rank, own) for rank in needed}
-        fetched = dict(needed)
-        first, later = (
-            self._rounds_of_bundle(is_first, host, bundle) for is_first in (True, False)
-        )
-        if is_near:
-            first = first._replace(fetched=first.near, reduce=first.near)
-            later = later._replace(fetched=later.near, reduce=later.near)
-        else:
-            last_step = dict.fromkeys(needed, max(last_step.values(), default=0))
-            fetched_before: Ranges = ()
-            for rank, rows in needed.items():
-                fetched[rank] = subtract(rows, fetched_before)
-                fetched_before = union(fetched_before, rows)
-        return Delivery(owner, is_near, (first, later), needed, fetched, last_step)
+        groups = [needed] if needed else []
+        if bundle is None:
+            groups = [{rank: rows} for rank, rows in needed.items()]
+        rounds = self._rounds(0, host, bundle), self._rounds(1, host, bundle)
+        return [self._delivery(owner, rounds, group) for group in groups]
+
+    def _delivery(
+        self, owner: int, rounds: tuple[DeliveryRounds, DeliveryRounds], needed: dict[int, Ranges]
+    ) -> Delivery:
+        fetched: dict[int, Ranges] = {}
+        fetched_before: Ranges = ()
+        for rank, rows in needed.items():
+            fetched[rank] = subtract(rows, fetched_before)
+            fetched_before = union(fetched_before, rows)
+        last_step = max(self._last_step(rank, self.layout[owner]) for rank in needed)
+        return Delivery(owner, rounds, needed, fetched, last_step)
 
     def _last_step(self, rank: int, rows: Ranges) -> int:
         """The last step in which a rank reads any of the rows, which some step does."""
-        step = self.reads.num_steps - 1
-        while not intersect(self.reads.stay_rows_in_step(rank, step), rows):
-            step -= 1
-        return step
+        rows_in_step = partial(self.reads.stay_rows_in_step, rank)
+        steps = reversed(range(self.reads.num_steps))
+        return next(step for step in steps if intersect(rows_in_step(step), rows))
 
-    def _deliveries(self, rank: int) -> list[Delivery]:
+    def _deliveries_of(self, rank: int) -> list[Delivery]:
         """Those of the rank's own rows to all hosts, then those of other owners' rows to it."""
         host, hosts = self._host(rank), sorted({*map(self._host, self._readers[rank])})
-        own = [self.delivery(rank, other) for other in hosts]
-        others = [self.delivery(owner, host) for owner in self.shards[rank] if owner != rank]
-        return own + [delivery for delivery in others if rank in delivery.needed]
+        pairs = [(rank, other) for other in hosts]
+        pairs += [(owner, host) for owner in self.shards[rank] if owner != rank]
+        deliveries = [delivery for pair in pairs for delivery in self.deliveries(*pair)]
+        return [d for d in deliveries if rank == d.owner or rank in d.needed]
 
-    def _parts(self, step: int, rank: int, delivery: Delivery) -> Iterator[ExchangePart]:
-        """What a rank sends and receives of an owner's rows, and of results for them."""
-        owner, fetched = delivery.owner, delivery.fetched
-        rounds = delivery.rounds[min(step, 1)]
-        for reader in delivery.needed if rank == owner else [rank]:
-            rows = fetched[reader]
-            if rows and step == 0:
-                yield ExchangePart(rounds.fetched, "fetch", owner, reader, rows)
-            if rows and step == delivery.last_step[reader]:
-                yield ExchangePart(rounds.reduce, "reduce", reader, owner, rows)
-        if rank == owner or delivery.is_near:
-            return
-        others = [reader for reader in delivery.needed if reader != rank]
-        pairs = [pair for other in others for pair in ((rank, other), (other, rank))]
-        for fetcher, reader in pairs:
-            rows = intersect(fetched[fetcher], delivery.needed[reader])
-            if rows and step == 0:
-                yield ExchangePart(rounds.fetched, "pass_on", fetcher, reader, rows)
-            if rows and step == delivery.last_step[fetcher]:
-                yield ExchangePart(rounds.passed, "pass_back", reader, fetcher, rows)
-
-    def _computed_rows(self, step: int, rank: int) -> dict[int, Ranges]:
-        """Round index -> the rows that are computed in the round."""
+    def _computed_rows(self, step: int, rank: int, deliveries: list[Delivery]) -> dict[int, Ranges]:
+        """Round index -> the rows that are computed in the round, given a step's deliveries."""
         computed: defaultdict[int, Ranges] = defaultdict(tuple)
         rest = self.rows(rank)
-        for delivery in self.deliveries(rank):
-            if rank == delivery.owner or (step > 0 and step != delivery.last_step[rank]):
+        for delivery in deliveries:
+            if rank == delivery.owner:
                 continue
             rounds = delivery.rounds[min(step, 1)]
             needed, fetched = delivery.needed[rank], delivery.fetched[rank]
-            passed = subtract(needed, fetched)
             computed[rounds.fetched] = union(computed[rounds.fetched], fetched)
-            computed[rounds.passed] = union(computed[rounds.passed], passed)
+            computed[rounds.passed] = union(computed[rounds.passed], subtract(needed, fetched))
             rest = subtract(rest, needed)
-        computed[self._rounds_of_bundle(step == 0, self._host(rank)).rest] = rest
+        computed[self._rounds(step, self._host(rank)).rest] = rest
         return computed
 
-    def _exchange(self, rank: int, name: str, parts: list[ExchangePart]) -> Exchange:
+    def _exchange(self, rank: int, name: str, transfers: list[Transfer]) -> Exchange:
         """An exchange of a round: all rows that go to a peer together, or come from it."""
         own, held = self.layout[rank], self.rows(rank)
         sent, received = defaultdict[int, Ranges](tuple), defaultdict[int, Ranges](tuple)
-        for part in parts:
-            if part.exchange == name and part.sender == rank:
-                sent[part.receiver] = union(sent[part.receiver], part.rows)
-            elif part.exchange == name:
-                received[part.sender] = union(received[part.sender], part.rows)
+        for _, exchange, sender, receiver, rows in transfers:
+            if exchange == name and sender == rank:
+                sent[receiver] = union(sent[receiver], rows)
+            elif exchange == name:
+                received[sender] = union(received[sender], rows)
         return Exchange(
             parcels_of_peers(rank, sent.items(), own if name == "fetch" else held),
             parcels_of_peers(rank, received.items(), own if name == "reduce" else held),
