@@ -28,9 +28,25 @@ def test_no_region_has_more_slices_than_the_peak_needs() -> None:
     """The wall decides the peak: slices of the scores need not be as small as possible."""
     selection = search_of(attention_and_spectrum, torch.zeros(512, 8)).within_memory(1)
     (choice,) = selection.choices
-    candidate = choice.first
+    candidate = choice.candidate
     assert choice.num_slices == candidate.slices_within(selection.peak)
     assert choice.num_slices < candidate.max_slices
+
+
+def test_each_of_two_equal_layers_has_the_fewest_slices_for_itself() -> None:
+    """64 KiB more are live while the first one runs; `fft` between them is a wall."""
+
+    def two_layers(x: torch.Tensor) -> torch.Tensor:
+        kept = x.repeat(1, 8)
+        x = (x @ x.T).softmax(-1) @ x
+        x = torch.fft.fft(x).real.repeat(1, 8) + kept
+        x = x[:, :8] * 1  # no view, so that the wider tensor is not live any more
+        return (x @ x.T).softmax(-1) @ x
+
+    selection = search_of(two_layers, torch.zeros(256, 8)).within_memory(192 * 1024)
+    layers = [choice.candidate for choice in selection.choices]
+    assert [choice.num_slices for choice in selection.choices] == [6, 4]
+    assert [candidate.slices_within(selection.peak) for candidate in layers] == [6, 4]
 
 
 def test_regions_are_replaced_by_a_wider_one_if_they_leave_a_peak_above_the_budget() -> None:
@@ -45,7 +61,7 @@ def test_regions_are_replaced_by_a_wider_one_if_they_leave_a_peak_above_the_budg
     search, budget = search_of(mlp_with_skip_connections, torch.zeros(256, 16)), 66 * 1024
     selection = search.within_memory(budget)
     (choice,) = selection.choices
-    candidate = choice.first
+    candidate = choice.candidate
     assert (candidate.lo, candidate.hi) == (0, len(search.steps.steps) - 1)
     assert selection.peak <= budget < max(search.steps.peaks)
 

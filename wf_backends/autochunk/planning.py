@@ -156,9 +156,8 @@ def _build_plan(
         if share < 1:
             selection = search.within_memory(int(share * memory))
         regions = [
-            candidate.region(slice_length(candidate.flow, choice.num_slices))
+            choice.candidate.region(slice_length(choice.candidate.flow, choice.num_slices))
             for choice in selection.choices
-            for candidate in choice.layers
         ]
         parts = tuple(map(_part, regions))
         lowered = lower(search.steps.graph, regions, search.steps.effects)

@@ -8,7 +8,7 @@ Unlike in the paper, a cheaper region replaces earlier ones that it overlaps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -33,26 +33,17 @@ NUM_PARTS = 5  # of the range of budgets that is tried again afterwards, from th
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The same candidate in identical layers, with its number of slices and the seconds that each
-    of the layers takes longer."""
+class Choice:
+    """A candidate, the number of its slices, and the seconds that they add."""
 
-    layers: tuple[Candidate, ...]
+    candidate: Candidate
     num_slices: int
     added_seconds: float
 
     @property
-    def first(self) -> Candidate:
-        return self.layers[0]
-
-    @property
     def peak(self) -> int:
-        """The bytes that the first candidate's steps need."""
-        return self.first.peak(self.num_slices)
-
-    def overlaps(self, lo: int, hi: int) -> bool:
-        """Whether any of steps [lo, hi] belongs to a layer."""
-        return any(layer.lo <= hi and lo <= layer.hi for layer in self.layers)
+        """The bytes that the candidate's steps need."""
+        return self.candidate.peak(self.num_slices)
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,7 @@ class Selection:
     """Choices whose candidates do not overlap. `peak` is predicted, in bytes; `slowdown` is the
     added time as a share of the model's time."""
 
-    choices: tuple[Chosen, ...]
+    choices: tuple[Choice, ...]
     peak: int
     slowdown: float
 
@@ -128,68 +119,58 @@ class Search:
 
     def within_memory(self, budget: int) -> Selection:
         """The cheapest selection that fits `budget` bytes, or else the one of least memory."""
-        choices: list[Chosen] = []
-        replaced: set[int] = set()  # steps for which overlapping choices were dropped
-        while True:
-            peaks = self._peaks(choices)
-            peak = max(peaks)
-            if peak <= budget:
-                break
+        choices: list[Choice] = []
+        replaced: set[int] = set()  # steps whose choice took the place of others: once each
+        while (peak := max(peaks := self._peaks(choices))) > budget:
             step = peaks.index(peak)
-            choice = self._choose(step, budget, choices)
-            cheaper = None if step in replaced else self._cheaper(choice, step, budget)
-            if cheaper is not None:
-                replaced.add(step)
-                lo, hi = cheaper.first.lo, cheaper.first.hi
-                choices = [other for other in choices if not other.overlaps(lo, hi)]
-                choice = cheaper
+            kept = choices if step in replaced else []
+            choice = self._cheapest(step, budget, kept) or self._smallest(step, choices)
             if choice is None or choice.peak >= peak:
                 break
             budget = max(budget, choice.peak)
-            choices.append(self._in_all_layers(choice, budget, choices))
+            if _is_free(choice.candidate.lo, choice.candidate.hi, choices):
+                choices += self._in_equal_layers(choice, budget, choices)
+            else:
+                replaced.add(step)
+                layers = self._in_equal_layers(choice, budget, [])
+                choices = [c for c in choices if _is_free(c.candidate.lo, c.candidate.hi, layers)]
+                choices += layers
         choices = [self._with_fewest_slices(choice, peak) for choice in choices]
-        added = sum(choice.added_seconds * len(choice.layers) for choice in choices)
+        added = sum(choice.added_seconds for choice in choices)
         slowdown = (self._graph_seconds + added) / self._model_seconds - 1
         return Selection(tuple(choices), peak, max(0.0, slowdown))
 
-    def _peaks(self, choices: Sequence[Chosen]) -> list[int]:
+    def _peaks(self, choices: Sequence[Choice]) -> list[int]:
         """The live bytes at each step; of a candidate's steps only one counts, with their peak."""
         peaks = list(self.steps.peaks)
         for choice in choices:
-            for candidate in choice.layers:
-                peaks[candidate.lo : candidate.hi + 1] = [0] * len(candidate.window)
-                peak, step = candidate.peak(choice.num_slices), candidate.hi
-                if peak == candidate.outside_peak:
-                    step = candidate.outside_peak_step
-                peaks[step] = peak
+            candidate, peak = choice.candidate, choice.peak
+            peaks[candidate.lo : candidate.hi + 1] = [0] * len(candidate.window)
+            at_outside = peak == candidate.outside_peak
+            peaks[candidate.outside_peak_step if at_outside else candidate.hi] = peak
         return peaks
 
-    def _with_fewest_slices(self, choice: Chosen, peak: int) -> Chosen:
+    def _cheapest(self, step: int, budget: int, kept: Sequence[Choice]) -> Choice | None:
+        """The cheapest candidate around a step that fits, in its fewest slices, and overlaps none
+        of `kept`; None if there is none."""
+        free = (c for c in self._candidates_at(step) if _is_free(c.lo, c.hi, kept))
+        counts = ((candidate, candidate.slices_within(budget)) for candidate in free)
+        fitting = (self._choice(candidate, count) for candidate, count in counts if count)
+        return min(fitting, key=lambda choice: choice.added_seconds, default=None)
+
+    def _smallest(self, step: int, kept: Sequence[Choice]) -> Choice | None:
+        """The candidate around a step that needs the least memory, and overlaps none of `kept`."""
+        free = (c for c in self._candidates_at(step) if _is_free(c.lo, c.hi, kept))
+        smallest = min(free, key=lambda c: c.peak(c.max_slices), default=None)
+        return smallest and self._choice(smallest, smallest.max_slices)
+
+    def _with_fewest_slices(self, choice: Choice, peak: int) -> Choice:
         """The choice with no more slices than `peak` needs, which another region may cause."""
-        num_slices = max(c.slices_within(peak) or choice.num_slices for c in choice.layers)
-        return Chosen(choice.layers, num_slices, self._added_seconds(choice.first, num_slices))
+        num_slices = choice.candidate.slices_within(peak) or choice.num_slices
+        return self._choice(choice.candidate, num_slices)
 
-    def _choose(self, step: int, budget: int, chosen: Sequence[Chosen]) -> Chosen | None:
-        """The cheapest candidate around a step that fits, or else the one of least memory."""
-        candidates = self._candidates_at(step)
-        free = [c for c in candidates if not any(other.overlaps(c.lo, c.hi) for other in chosen)]
-        with_slices = [(candidate, candidate.slices_within(budget)) for candidate in free]
-        fitting = [(candidate, count) for candidate, count in with_slices if count is not None]
-        if not fitting and free:
-            smallest = min(free, key=lambda candidate: candidate.peak(candidate.max_slices))
-            fitting = [(smallest, smallest.max_slices)]
-        choices = (Chosen((c,), n, self._added_seconds(c, n)) for c, n in fitting)
-        return min(choices, key=lambda choice: choice.added_seconds, default=None)
-
-    def _cheaper(self, choice: Chosen | None, step: int, budget: int) -> Chosen | None:
-        """The cheapest choice around a step that fits, also if it overlaps those made before; None
-        if `choice` fits and takes no longer."""
-        cheapest = self._choose(step, budget, ())
-        if cheapest is None or cheapest.peak > budget:
-            return None
-        if choice is None or choice.peak > budget:
-            return cheapest
-        return cheapest if cheapest.added_seconds < choice.added_seconds else None
+    def _choice(self, candidate: Candidate, num_slices: int) -> Choice:
+        return Choice(candidate, num_slices, self._added_seconds(candidate, num_slices))
 
     def _added_seconds(self, candidate: Candidate, num_slices: int) -> float:
         """The seconds that slices add: in the operators, for writing outputs, and in the loop."""
@@ -205,26 +186,30 @@ class Search:
             self._costs[key] = OperatorCost.estimate(op, step.flops, self._rates)
         return self._costs[key]
 
-    def _in_all_layers(self, choice: Chosen, budget: int, chosen: Sequence[Chosen]) -> Chosen:
-        """The choice, with its candidate also in all other steps with the same operators that do
-        not fit the budget."""
-        first = choice.first
+    def _in_equal_layers(self, choice: Choice, budget: int, kept: list[Choice]) -> list[Choice]:
+        """The choice, and the same one at all other steps with the same operators that do not fit
+        the budget and do not belong to a choice that is kept."""
+        first, layers = choice.candidate, [choice]
         signatures = self._signatures[first.lo : first.hi + 1]
         for lo in range(len(self._signatures) - len(signatures) + 1):
             hi = lo + len(signatures) - 1
             if self._signatures[lo] != signatures[0] or self._signatures[lo : hi + 1] != signatures:
                 continue
-            if any(other.overlaps(lo, hi) for other in (choice, *chosen)):
-                continue
-            if max(self.steps.peaks[lo : hi + 1]) <= budget:
+            if max(self.steps.peaks[lo : hi + 1]) <= budget or not _is_free(lo, hi, layers + kept):
                 continue
             candidate = self._candidate_in(lo, hi, first.flow.end.dim)
             if candidate is not None and candidate.peak(choice.num_slices) <= budget:
-                choice = replace(choice, layers=(*choice.layers, candidate))
-        return choice
+                layers.append(replace(choice, candidate=candidate))
+        return layers
 
     def _seconds(self, step: GraphStep) -> float:
         """The predicted time of an operator that is not sliced."""
         rates = self._rates
         traffic = sum(map(nbytes, (step.node, *arguments(step.node)))) / rates.bytes_per_s
         return rates.launch_seconds + max(step.flops / rates.flops_per_s, traffic)
+
+
+def _is_free(lo: int, hi: int, choices: Iterable[Choice]) -> bool:
+    """Whether none of steps [lo, hi] belongs to a choice."""
+    taken = (choice.candidate for choice in choices)
+    return all(candidate.hi < lo or hi < candidate.lo for candidate in taken)
