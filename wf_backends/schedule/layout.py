@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import nsmallest
-from itertools import pairwise
+from heapq import heappop, heappush, heapreplace
+from itertools import pairwise, takewhile
 from math import ceil
 from types import MappingProxyType
 
@@ -166,21 +166,33 @@ def _assign_documents(num_ranks: int, documents: Sequence[Segment]) -> Layout:
     """
     all_scores = sum(document.area for document in documents)
     all_tokens = sum(document.length for document in documents)
-    scores, tokens, loads = [0] * num_ranks, [0] * num_ranks, [0.0] * num_ranks
+    scores, tokens = [0] * num_ranks, [0] * num_ranks
+    least_first = [(0.0, rank) for rank in range(num_ranks)]  # a heap of (load, rank)
     shards: list[list[Range]] = [[] for _ in range(num_ranks)]
-    longest_first = sorted(documents, key=lambda document: (-document.length, document.start))
-    for number, document in enumerate(longest_first):
+
+    def ranks_needed(document: Segment) -> int:
         share = max(document.area / all_scores, document.length / all_tokens)
-        count = min(num_ranks, max(1, ceil(share * num_ranks)))
-        ranks = sorted(nsmallest(count, range(num_ranks), key=loads.__getitem__))
+        return min(num_ranks, ceil(share * num_ranks))
+
+    def give(rank: int, rows: Sequence[Range], num_scores: int) -> tuple[float, int]:
+        shards[rank] += rows
+        scores[rank] += num_scores
+        tokens[rank] += size(rows)
+        return max(scores[rank] / all_scores, tokens[rank] / all_tokens), rank
+
+    longest_first = sorted(documents, key=lambda document: (-document.length, document.start))
+    counts = list(takewhile(lambda count: count > 1, map(ranks_needed, longest_first)))
+    for number, (document, count) in enumerate(zip(longest_first, counts, strict=False)):
+        ranks = sorted(heappop(least_first)[1] for _ in range(count))
         edges = [i * document.length // count for i in range(count + 1)]
         for i, (start, stop) in enumerate(pairwise(edges)):
+            rows = document.rows(start, stop)
+            num_scores = sum(document.scores(*piece) for piece in rows)
             rank = ranks[(i + number) % count]  # rotated, as edges always round down
-            rows = join(document.rows(start, stop))
-            shards[rank] += rows
-            scores[rank] += sum(document.scores(*piece) for piece in rows)
-            tokens[rank] += size(rows)
-            loads[rank] = max(scores[rank] / all_scores, tokens[rank] / all_tokens)
+            heappush(least_first, give(rank, rows, num_scores))
+    for document in longest_first[len(counts) :]:  # short ones stay whole
+        rows = [(document.start, document.stop)]
+        heapreplace(least_first, give(least_first[0][1], rows, document.area))
     return tuple(map(join, shards))
 
 
