@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from wf_backends.cost.simulator import MessageSizes, PhaseRound, RankPhase, Simulator
 from wf_backends.cost.ulysses import pipelined
@@ -24,6 +25,7 @@ from wf_backends.lowering import (
 from wf_backends.schedule import Schedule, make_layout
 
 
+@lru_cache(maxsize=256)  # several plans of a request have a pass in common
 def pass_cost(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: int = 1) -> Cost:
     """What a pass of a schedule costs, message by message, all ranks and all chunks of heads.
 
