@@ -35,6 +35,11 @@ def nearest(word: object, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def listed(values: Iterable[object]) -> str:
+    """Values as text, for an error: "1, 2, 4"."""
+    return ", ".join(map(str, values))
+
+
 def check_block(name: str, block: object, known: Iterable[str], example: str) -> None:
     """Check that `block` is a JSON object whose keys are all known.
 

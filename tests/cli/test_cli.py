@@ -111,7 +111,7 @@ def test_bench_links_measures_once_and_then_reads_the_cache(wallfacer, tmp_path:
         (["plan", "--topology", "measure"], "wallfacer bench-links --out topology.json"),
         (["plan", "--topology", "a100-4x-100gbe", "--ranks", "6"], "6 ranks do not fill hosts"),
         (["plan", "--memory-gib", "0.001"], "GiB a rank; the closest, "),
-        (["plan", "--ulysses-degree", "3"], "no ulysses_degree of (3,)"),
+        (["plan", "--ulysses-degree", "3"], "no ulysses_degree of 3 divides"),
         (["plan", "--kv-heads", "5"], "--kv-heads must divide --heads 32, got 5"),
         (["plan", "--seqlen", "0"], "--seqlen must be at least 1, got 0"),
         (["plan", "--seqlen", "100"], "too short for the zigzag layout on 64 ranks"),

@@ -27,7 +27,7 @@ def plan_of_config(request: Request, plan: Plan) -> Plan:
 
 def test_a_degree_that_divides_nothing_is_refused() -> None:
     request = Request(cluster(2, 4), Workload(SHAPE, 2400), degrees=(3,))
-    with pytest.raises(ValueError, match=r"no ulysses_degree of \(3,\) divides the 8 ranks"):
+    with pytest.raises(ValueError, match=r"no ulysses_degree of 3 divides the 8 ranks"):
         best_plan(request)
 
 
@@ -125,7 +125,7 @@ def test_all_heads_at_once_among_neighbours_is_the_simplest_split() -> None:
 def test_chunks_that_no_head_split_allows_are_refused() -> None:
     shape = replace(SHAPE, heads=8, kv_heads=8)
     request = Request(cluster(4, 2), Workload(shape, 4096), chunks=(3,))
-    message = r"ulysses_chunks \(3,\) divides neither .* \(8 heads, 8 key"
+    message = r"ulysses_chunks 3 divides neither .* ulysses_degree of 1, 2, 4, 8 \(8 heads, 8 key"
     with pytest.raises(ValueError, match=message):
         best_plan(request)
 

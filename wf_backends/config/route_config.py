@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
-from wf_backends._validation import AUTO, nearest
+from wf_backends._validation import AUTO, listed, nearest
 from wf_backends.schedule import (
     ORDER,
     ROUTES,
@@ -42,7 +42,7 @@ def checked_route(key: str, route: Any, size: int, degree: int | str | None) -> 
     except ValueError as error:
         ranks = f"sequence_parallel_size {size} / ulysses_degree {degree} = {route_size}"
         if degree == AUTO:
-            ranks = f"and fits no ulysses_degree of {degrees}"
+            ranks = f"and fits no ulysses_degree of {listed(degrees)}"
         raise ValueError(f"{key}: {error} ({ranks})") from None
     if ORDER in fields:
         fields[ORDER] = tuple(fields[ORDER])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import gcd
 
+from wf_backends._validation import listed
 from wf_backends.cost import BACKWARD_KEYS, FORWARD, HeadSplit, ulysses_cost
 from wf_backends.planner.plan import Request
 from wf_backends.schedule import divisors
@@ -26,7 +27,7 @@ def head_splits(request: Request, min_hidden_share: float = MIN_HIDDEN_SHARE) ->
     shape, degrees = request.workload.shape, legal_degrees(request)
     if not degrees:
         raise ValueError(
-            f"no ulysses_degree of {request.degrees or 'any size'} divides the "
+            f"no ulysses_degree of {listed(request.degrees or ())} divides the "
             f"{request.topology.size} ranks and {shape.heads} heads, and divides the "
             f"{shape.kv_heads} key heads or is a multiple of them; 1 always does"
         )
@@ -40,9 +41,9 @@ def head_splits(request: Request, min_hidden_share: float = MIN_HIDDEN_SHARE) ->
         splits = [split for split in splits if split.chunks == 1 or _hides(split, min_hidden_share)]
     if not splits:
         raise ValueError(
-            f"ulysses_chunks {request.chunks} divides neither the query nor the key heads of a "
-            f"rank with any ulysses_degree of {degrees} ({shape.heads} heads, {shape.kv_heads} key "
-            'heads): leave it out, or "auto"'
+            f"ulysses_chunks {listed(request.chunks or ())} divides neither the query nor the key "
+            f"heads of a rank with any ulysses_degree of {listed(degrees)} ({shape.heads} heads, "
+            f'{shape.kv_heads} key heads): leave it out, or "auto"'
         )
     return splits
 
