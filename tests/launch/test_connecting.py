@@ -69,5 +69,5 @@ def test_a_rank_0_that_was_stopped_with_its_store_is_named(monkeypatch: pytest.M
     message = error_of_connecting(monkeypatch, StoppedStore(), fail_to_connect)
     assert "ranks [0] did not, or have ended" in message
     monkeypatch.setattr(rendezvous, "GRACE_S", 0.1)
-    assert rendezvous._late_ranks(StoppedStore(), ["host of 0", "host of 1"]) == [0]
+    assert rendezvous._late_ranks(StoppedStore(), ["arrival of 0", "arrival of 1"]) == [0]
     assert time.monotonic() - start < 20

@@ -2,6 +2,15 @@
 
 gloo alone names no rank that is missing, waits for it five timeouts long, and takes no Ctrl-C
 meanwhile. And a rank that ended while others connect would end them by errors of gloo's.
+
+What the ranks write in the store, one after another:
+
+    key                  by                   for      value
+    tried RANK           each rank            others   nothing: it has connected, or failed
+    connected            each connected rank  them     how many have connected
+    end of connecting    the last of these,   all      nothing: all have connected;
+                         or one that failed            or its error
+    leaving RANK         each rank            rank 0   nothing: it reads the store no more
 """
 
 from __future__ import annotations
@@ -16,7 +25,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from wf_backends.comm import in_time
 from wf_backends.launch.environment import JobProcess
 
-END = "end of connecting"  # key: the first error, or nothing once all are connected
+END = "end of connecting"  # key
 LAST_ERRORS_S = 1.0  # that a rank which failed waits for those of others, to see who is silent
 GRACE_S = 5.0  # that a connected rank waits longer than one that still connects
 
@@ -29,9 +38,8 @@ def connect(
     Raises:
         RuntimeError: if a rank does not connect within the timeout, or has ended; names it.
     """
-    tried, leaving = (
-        [f"{what} {rank}" for rank in range(process.world_size)] for what in ("tried", "leaving")
-    )
+    ranks = range(process.world_size)
+    tried, leaving = [f"tried {rank}" for rank in ranks], [f"leaving {rank}" for rank in ranks]
 
     def wait(keys: list[str]) -> str:
         """The value of the first key, when all are there."""

@@ -2,6 +2,22 @@
 
 torch's own "env://" opens such a store too, but waits for all ranks meanwhile, so that it cannot
 name the ranks that are missing. And it does not know MPI.
+
+What the ranks write in the store, below "wallfacer":
+
+    key                      by              for         value
+    meetings of HOST PID     rank 0          itself      how many groups this process has made
+    starts                   rank 0          itself      how many processes were rank 0 here
+    attempt                  rank 0          others      the name of its newest attempt to meet
+
+and below "attempt NAME", so that what an attempt has left is not taken for the next one's:
+
+    arrival of RANK          each rank       rank 0      its Arrival, with a name of its own
+    met                      rank 0          all         all arrivals, once all ranks have come
+    gpu of HOST LOCAL_RANK   each with NCCL  its host's  the GPU that it takes
+
+A process whose arrival is not in "met" is too late, or is another one of its rank. What follows is
+in launch/connecting.py.
 """
 
 from __future__ import annotations
@@ -12,7 +28,7 @@ import socket
 import time
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
@@ -22,7 +38,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from wf_backends.comm import gather_texts, in_time, make_comm
 from wf_backends.launch.environment import JobProcess, with_local
 
-ATTEMPT, MET = "attempt", "met"  # keys: the name of rank 0's attempt; the arrivals of all ranks
+ATTEMPT, MET = "attempt", "met"  # keys
 LOOK_S = 1.0  # after which a rank looks whether rank 0 has begun another attempt
 GRACE_S = 5.0  # in which a wait with a timeout ends by itself
 POLL_S = 0.2  # between two looks whether rank 0 listens
@@ -124,6 +140,16 @@ def _outward_address() -> str:
         return probe.getsockname()[0]
 
 
+class Arrival(NamedTuple):
+    """A process that has come to an attempt."""
+
+    name: str
+    """No other process, or later attempt of this one, has it."""
+    restart: int
+    world_size: int
+    host: str
+
+
 def meet(store: Store, process: JobProcess, timeout: float) -> tuple[Store, JobProcess]:
     """Wait for all ranks. Returns the part of the store for this group, and the process, completed.
 
@@ -135,13 +161,13 @@ def meet(store: Store, process: JobProcess, timeout: float) -> tuple[Store, JobP
         RuntimeError: if ranks do not join within the timeout, naming them.
         ValueError: on all ranks, if their world sizes differ; if two processes are the same rank.
     """
-    keys = [f"host of {rank}" for rank in range(process.world_size)]
+    keys = [f"arrival of {rank}" for rank in range(process.world_size)]
     me = f"rank {process.rank} of {process.world_size} ({process.launcher})"
     store = PrefixStore("wallfacer", store)
     join = _call_ranks if process.rank == 0 else _join_rank_0
     try:
         part = in_time(lambda: join(store, process, keys, timeout), timeout + GRACE_S)
-        arrivals = json.loads(in_time(lambda: part.get(MET), GRACE_S))
+        met = in_time(lambda: part.get(MET), GRACE_S)
     except dist.DistStoreError as error:
         late = _late_ranks(store, keys)
         on_slurm = process.launcher == "slurm"
@@ -155,13 +181,15 @@ def meet(store: Store, process: JobProcess, timeout: float) -> tuple[Store, JobP
             f"{me} waited for all ranks, and rank 0, which holds the store at "
             f"{process.address}:{process.port}, has ended or is stopped: {error}"
         ) from error
-    _, restarts, sizes, hosts = zip(*arrivals, strict=True)
-    if min(sizes) != max(sizes):
+    arrivals = [Arrival(*values) for values in json.loads(met)]
+    sizes = {arrival.world_size for arrival in arrivals}
+    if len(sizes) > 1:
         raise ValueError(
             f"{me}: other ranks have another WORLD_SIZE, it is {min(sizes)} to {max(sizes)}: set "
             "the same on all ranks"
         )
-    return part, replace(with_local(process, hosts), restart=max(restarts))
+    process = with_local(process, [arrival.host for arrival in arrivals])
+    return part, replace(process, restart=max(arrival.restart for arrival in arrivals))
 
 
 def _late_ranks(store: Store, keys: list[str]) -> list[int]:
@@ -184,8 +212,7 @@ def _part(store: Store, attempt: str) -> Store:
 
 
 def _arrival(process: JobProcess, name: str, restart: int) -> str:
-    """What a process writes as its rank's key: its name, its restart, the job's size, its host."""
-    return json.dumps([name, restart, process.world_size, socket.gethostname()])
+    return json.dumps(Arrival(name, restart, process.world_size, socket.gethostname()))
 
 
 def _call_ranks(store: Store, process: JobProcess, keys: list[str], timeout: float) -> Store:
@@ -204,32 +231,39 @@ def _call_ranks(store: Store, process: JobProcess, keys: list[str], timeout: flo
 def _join_rank_0(store: Store, process: JobProcess, keys: list[str], timeout: float) -> Store:
     """As another rank: come to rank 0's attempt, until one has confirmed this very process.
 
-    The name found first may be left from an attempt that has ended.
+    The attempt found first may be left from a group that has ended.
     """
-    name, end, key, last = uuid4().hex, time.monotonic() + timeout, keys[process.rank], None
-    arrival = _arrival(process, name, process.restart)
+    arrival, key = _arrival(process, uuid4().hex, process.restart), keys[process.rank]
+    end, last_attempt = time.monotonic() + timeout, None
     taken = ValueError(
         f"another process came to {process.address}:{process.port} as rank {process.rank}, too: "
         "give each process a RANK of its own, and each job a MASTER_PORT of its own"
     )
     store.wait([ATTEMPT], timedelta(seconds=timeout))
     while True:
-        attempt = store.get(ATTEMPT)
-        part = _part(store, attempt.decode())
-        if attempt == last and part.get(key) != arrival.encode():
+        attempt = store.get(ATTEMPT).decode()
+        part = _part(store, attempt)
+        if attempt == last_attempt and part.get(key) != arrival.encode():
             raise taken
         part.set(key, arrival)
-        last = attempt
-        try:
-            part.wait([MET], timedelta(seconds=LOOK_S))
-            if arrival in part.get(MET).decode():
-                return part
-            time.sleep(LOOK_S)
-        except dist.DistStoreError:
-            pass
+        if _is_confirmed(part, arrival):
+            return part
         if time.monotonic() > end:
             is_left_over = process.agent_store or not part.check([MET])
             raise dist.DistStoreError("rank 0 did not confirm it") if is_left_over else taken
+        last_attempt = attempt
+
+
+def _is_confirmed(part: Store, arrival: str) -> bool:
+    """Whether rank 0 has confirmed an arrival; waits LOOK_S if it has not yet."""
+    try:
+        part.wait([MET], timedelta(seconds=LOOK_S))
+    except dist.DistStoreError:
+        return False
+    is_confirmed = arrival in part.get(MET).decode()
+    if not is_confirmed:
+        time.sleep(LOOK_S)  # other processes have met: rank 0 may begin another attempt
+    return is_confirmed
 
 
 def take_gpu(store: Store, process: JobProcess) -> torch.device:
