@@ -92,35 +92,34 @@ class ClosedForm:
     ) -> tuple[float, float]:
         """(seconds of the first or the last step, seconds that it computes more than other steps).
 
-            max(max(hold + c, F + p) + l, F + max(h, p) + L, r + L)
+            T = max(max(hold + c, F + p) + l, F + max(h, p) + L, r + L)
 
-        where rows of the side that stays arrive in F seconds and their results leave in L seconds,
-        the results of the last bundle of owners in l; p are the tiles that wait for the last rows,
-        r the tiles before those of the last bundle.
+        Rows of the side that stays arrive in F seconds, from one bundle of owners after another,
+        and their results leave in L, those to the last bundle in l. The hop takes h. All tiles take
+        c, those that wait for the last rows p, those on rows of earlier bundles r.
 
         Args:
             arriving, leaving: bytes of one owner.
         """
         topology, call_s = self.topology, self.call_s
-        owners = bundle_sizes(stay.foreign)  # how many, by bundle
-        calls, waiting_owners, pass_on_s = len(owners) + stay.own, owners[-1], 0.0
-        if stay.cross_once and stay.axis is not None:
-            # tiles wait for the last bundle of hosts, passed on
+        *earlier, last = bundle_sizes(stay.foreign)  # how many owners, by bundle
+        calls, waiting, passed_on = len(earlier) + 1 + stay.own, last, 0
+        if stay.cross_once and stay.axis is not None:  # bundles are of hosts; their rows passed on
             per_host = stay.axis.per_host
             hosts = bundle_sizes(max(1, stay.axis.size // per_host - 1))
             calls = CALLS_PER_BUNDLE * (len(hosts) + 1)
-            waiting_owners = sum(hosts[-2:]) * per_host
-            passed_on = hosts[-1] * (per_host - 1) * max(arriving, leaving)
-            pass_on_s = topology.inside.seconds(passed_on)
+            waiting, passed_on = sum(hosts[-2:]) * per_host, hosts[-1] * (per_host - 1)
+        waiting_s = waiting / stay.shards * step_s + call_s
+        earlier_s = sum(earlier) / stay.shards * step_s + len(earlier) * call_s
+
         fetch, results = (stay.exchange(topology, num_bytes) for num_bytes in (arriving, leaving))
-        earlier = stay.exchange(topology, leaving, owners[-1])
-        last = LinkBytes(results.nic - earlier.nic, results.inside - earlier.inside)
+        to_earlier = stay.exchange(topology, leaving, skip_last=last)
+        to_last = LinkBytes(results.nic - to_earlier.nic, results.inside - to_earlier.inside)
+        pass_on_s = topology.inside.seconds(passed_on * max(arriving, leaving))
         hold_s = sum(sent.hold_s(topology) for sent in (fetch, hop, results))
-        waiting_s = waiting_owners / stay.shards * step_s + call_s
-        earlier_s = (stay.foreign - owners[-1]) / stay.shards * step_s + (len(owners) - 1) * call_s
         fetch_s, results_s = fetch.seconds(topology) + pass_on_s, results.seconds(topology)
         seconds = max(
-            max(hold_s + step_s + calls * call_s, fetch_s + waiting_s) + last.seconds(topology),
+            max(hold_s + step_s + calls * call_s, fetch_s + waiting_s) + to_last.seconds(topology),
             fetch_s + max(hop.seconds(topology), waiting_s) + results_s,
             earlier_s + results_s,
         )
