@@ -27,7 +27,13 @@ from wf_backends.comm import gather_small
 from wf_transformers.attention.function import IN_STACK
 from wf_transformers.calls import Kwargs, by_name, parameter_names, refuse_partial_states
 from wf_transformers.handle import Handle
-from wf_transformers.models import outermost, row_of, transformers_class, with_torch_attention
+from wf_transformers.models import (
+    file_of,
+    outermost,
+    row_of,
+    transformers_class,
+    with_torch_attention,
+)
 from wf_transformers.rng import RankRng
 
 STACKS = frozenset(
@@ -80,9 +86,11 @@ BY_ROW: Mapping[str, tuple[str, Complete]] = MappingProxyType(
 
 def stacks_of(model: nn.Module) -> list[Any]:
     """The stacks in a model that is cut inside; not those of a vision tower from another file."""
-    file = transformers_class(model).__module__
+    file = file_of(model)
+    if STACKS.isdisjoint(vars(file)):  # of most models: their modules need no search
+        return []
     pairs = ((module, transformers_class(module)) for module in model.modules())
-    known = (m for m, cls in pairs if cls.__name__ in STACKS and cls.__module__ == file)
+    known = (m for m, cls in pairs if cls.__name__ in STACKS and cls.__module__ == file.__name__)
     return [module for module in known if _layers_of(module)]
 
 
