@@ -119,7 +119,7 @@ def _placeholder_mask(model: nn.Module, local_batch: Mapping[str, Any]) -> Tenso
     """(b, 1, 1, 1) zeros: hides nothing, and keeps the model from building an (s, s) mask. Some
     models write the smallest number of their dtype there."""
     tokens = required_tokens(local_batch)
-    is_float64 = next(model.parameters()).dtype == torch.float64
+    is_float64 = next(model.parameters(), tokens).dtype == torch.float64
     dtype = torch.float64 if is_float64 else torch.float32
     return torch.zeros(len(tokens), 1, 1, 1, device=tokens.device, dtype=dtype)
 

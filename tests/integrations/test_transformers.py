@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
@@ -235,6 +235,15 @@ def test_the_number_of_a_steps_valid_labels_is_not_passed_on_to_the_model() -> N
     local = {"input_ids": batch()["input_ids"], "valid_labels": 7}
     kwargs = wf_transformers.forward_kwargs(build("bert", "eager", {}), local)
     assert "input_ids" in kwargs and "valid_labels" not in kwargs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_forward_kwargs_for_a_model_without_parameters(dtype: torch.dtype) -> None:
+    """The mask has the width of its inputs."""
+    kwargs = wf_transformers.forward_kwargs(
+        nn.Identity(), {"inputs_embeds": torch.ones(2, 8, 4, dtype=dtype)}
+    )
+    assert kwargs["attention_mask"].equal(torch.zeros(2, 1, 1, 1, dtype=dtype))
 
 
 @pytest.mark.skipif(not BERT_HAS_OWN_REGISTRY, reason="apply replaces no module of this BERT")
