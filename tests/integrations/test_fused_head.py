@@ -39,6 +39,7 @@ from wf_transformers import (  # noqa: E402
 )
 from wf_transformers.whole_batches.arguments import with_cu_seqlens  # noqa: E402
 from wf_transformers.whole_batches.custom_loss import has_fused_head  # noqa: E402
+from wf_transformers.whole_batches.log_probabilities import LogProbabilityHooks  # noqa: E402
 
 IGNORED = -100
 BORDERS = (0, 7, 19, 30)
@@ -172,6 +173,24 @@ def test_every_rank_has_the_values_of_all_tokens_and_gradients_are_those_of_one_
         assert (fields["log_probs"] - expected["log_probs"]).abs().max() < 1e-6
         assert fields["loss"].item() == pytest.approx(expected["loss"].item(), rel=1e-7)
     assert_mean_gradients([grads for _, grads in results], expected_grads)
+
+
+def test_padding_on_the_left_stays_there_and_a_call_without_labels_has_whole_logits() -> None:
+    """In trainers of log-probabilities (DPO); the others' models take padding on the right."""
+    padded = {key: x.flip(1) for key, x in PADDED.items()}
+    padded["labels"][1, : 30 - 20 + 1] = IGNORED  # the first token follows padding
+    expected, _ = run_fused(with_fused_head(build("llama", "sdpa", {})), loss_of_output, padded)
+
+    def rank(comm: Any) -> tuple[dict[str, Tensor], Any]:
+        model = with_fused_head(build("llama", "eager", {}))
+        LogProbabilityHooks(model, attach(model, sequence_parallel(comm)))
+        fields, _ = run_fused(model, loss_of_output, padded)
+        return fields, model(input_ids=padded["input_ids"]).logits
+
+    for fields, logits in run_threads(2, rank):
+        assert torch.equal(fields["label_mask"], expected["label_mask"])
+        assert (fields["log_probs"] - expected["log_probs"]).abs().max() < 1e-6
+        assert isinstance(logits, Tensor) and logits.shape[:2] == padded["input_ids"].shape
 
 
 def test_a_mixture_of_experts_has_the_routers_loss_of_all_tokens() -> None:
