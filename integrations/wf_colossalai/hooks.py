@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from wf_backends.parallel import at_least_one
 from wf_colossalai.sequence import plain
 from wf_transformers import Handle, WholeBatchHooks, mask_arguments, outermost
-from wf_transformers.whole_batches.arguments import WhichLogits
+from wf_transformers.whole_batches.arguments import BatchCall, WhichLogits
 from wf_transformers.whole_batches.custom_loss import INPUTS, custom_loss_reason
 
 BATCH_KEYS = (*INPUTS, "labels")
@@ -61,12 +61,12 @@ class TokenHooks(WholeBatchHooks):
         return False
 
     def _model_kwargs(
-        self, model: nn.Module, arguments: dict[str, Any], local: dict[str, Any]
+        self, model: nn.Module, arguments: dict[str, Any], call: BatchCall
     ) -> dict[str, Any]:
         if outermost(model):
-            return super()._model_kwargs(model, arguments, local)
-        taken = {k: v for k, v in local.items() if k in self._names and k != "labels"}
-        return arguments | taken | {"cu_seqlens": None} | mask_arguments(local)
+            return super()._model_kwargs(model, arguments, call)
+        taken = {k: v for k, v in call.local.items() if k in self._names and k != "labels"}
+        return arguments | taken | {"cu_seqlens": None} | mask_arguments(call.local)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, Tensor):

@@ -23,6 +23,7 @@ from wf_transformers.calls import (
 )
 from wf_transformers.families.media_table import OF_MEDIA
 from wf_transformers.models import Head, outermost, windows_of
+from wf_transformers.whole_batches.custom_loss import LossKind
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments for flash attention from collators without padding."""
@@ -38,15 +39,23 @@ UNKNOWN_LABELS = (
 WhichLogits = Literal["whole", "local", "hidden"]
 """What the output gets: logits of the whole batch, of this rank's tokens, or, if the caller did not
 ask for them, `ShardedLogits`."""
-LossKind = Literal["plain", "fused", "by_token", "custom"]
-"""Where the loss of a call comes from: from this rank's logits; the model returns no logits, but
-the sum of the losses of this rank's tokens ("fused"), or values for every token of the labels, by a
-fused head ("by_token"); or the model computes it from labels and logits of all ranks ("custom")."""
 
 
 @dataclass(frozen=True, slots=True)
+class WantedLogits:
+    """The options of a call for log-probabilities."""
+
+    starts: Tensor
+    """(b,) tokens of padding on the left."""
+    tokens: slice
+    """The tokens whose logits are returned."""
+    hidden_states: bool
+    """Whether the output has hidden states."""
+
+
+@dataclass(slots=True)
 class BatchCall:
-    """One call with a whole batch: what the hook after the model must know about it."""
+    """One call with a whole batch: what the hooks inside and after the model know about it."""
 
     seqlen: int
     """Tokens without padding."""
@@ -57,6 +66,10 @@ class BatchCall:
     """Valid labels of the optimizer step, if the caller counted them for the loss."""
     logits: WhichLogits
     loss: LossKind
+    wanted: WantedLogits | None = None
+    """Set in a call for log-probabilities."""
+    head_was_called: bool = False
+    """Whether the output embeddings gave logits of all ranks, for a custom loss."""
 
 
 def argument_names(model: nn.Module) -> list[str]:

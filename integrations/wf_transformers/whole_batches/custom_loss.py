@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from inspect import getsource, signature, unwrap
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
@@ -27,6 +27,17 @@ from wf_transformers.calls import TOKENS
 from wf_transformers.families.experts import wants_router_loss
 from wf_transformers.models import outermost, transformers_classes
 
+LossKind = Literal["plain", "fused_loss", "fused_head", "custom"]
+"""Where the loss of a call comes from. Labels are this rank's, (b, s), except in the last row:
+
+kind          the model gets          it returns                  the loss is made of
+"plain"       no labels               logits (b, s, V)            logits and labels
+"fused_loss"  labels (Liger)          the sum of their losses     this sum
+"fused_head"  labels (TRL's head)     values (b, s), no logits    their log-probabilities
+"custom"      labels of all ranks,    its own loss                that, as it is
+              logits of all ranks
+"""
+
 LOG = logging.getLogger(__name__)
 PLAIN_LOSSES = (ForCausalLMLoss, ForMaskedLMLoss)
 LIGER = "liger_kernel."
@@ -34,7 +45,8 @@ SKIP_LOGITS = "skip_logits"
 """Argument of Liger's forwards."""
 PLAIN_FORWARDS = ("transformers.", "peft.", "colossalai.")
 """Packages whose forwards use labels only in `loss_function` or cross entropy."""
-FUSED = "fused_lm_head"
+FUSED_HEAD = "fused_lm_head"
+"""Argument of the forwards of TRL's fused head."""
 NUM_ITEMS = "num_items_in_batch"
 LOSS_ARGUMENTS = ("shift_labels", "ignore_index")
 """Arguments of a call that change transformers' own loss."""
@@ -92,9 +104,11 @@ def fuses_loss(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
     return all(has_fused_loss(x) and not wants_router_loss(x, arguments) for x in inner)
 
 
-def fused_loss_arguments(labels: Tensor) -> dict[str, Any]:
-    """For a model of `has_fused_loss`: makes it return the sum of the losses of shifted labels."""
-    return {"labels": labels, "shift_labels": labels, NUM_ITEMS: 1, SKIP_LOGITS: True}
+def labels_for(loss: LossKind, labels: Tensor | None) -> dict[str, Any]:
+    """What a model gets for its loss, or values, of this rank's shifted labels (b, s)."""
+    if loss == "fused_loss":  # divided by 1, it is the sum
+        return {"labels": labels, "shift_labels": labels, NUM_ITEMS: 1, SKIP_LOGITS: True}
+    return {"shift_labels": labels} if loss == "fused_head" else {}
 
 
 def warned_about_padding(batch: Mapping[str, Any]) -> bool:
@@ -170,10 +184,10 @@ def refuse_uncounted(reason: str, arguments: Mapping[str, Any]) -> None:
 def has_fused_head(model: nn.Module) -> bool:
     """Whether the model's own forward takes `fused_lm_head=True` beside `shift_labels=`."""
     parameters = signature(model.forward, follow_wrapped=False).parameters
-    return {FUSED, "shift_labels"} <= set(parameters)
+    return {FUSED_HEAD, "shift_labels"} <= set(parameters)
 
 
-def fused_fields(
+def fused_head_fields(
     output: Mapping[str, Any],
     num_items: Tensor | int | None,
     gather: Callable[[Tensor], Tensor],

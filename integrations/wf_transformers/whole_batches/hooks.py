@@ -47,16 +47,16 @@ from wf_transformers.whole_batches.arguments import (
     with_slices,
 )
 from wf_transformers.whole_batches.custom_loss import (
-    FUSED,
+    FUSED_HEAD,
     INPUTS,
     NO_HEAD,
     NUM_ITEMS,
     SKIP_LOGITS,
     custom_loss_reason,
     divides_by_items,
-    fused_fields,
-    fused_loss_arguments,
+    fused_head_fields,
     fuses_loss,
+    labels_for,
     output_embeddings,
     refuse_uncounted,
     warned_about_padding,
@@ -96,7 +96,7 @@ class WholeBatchHooks:
         self._names = argument_names(model)
         self._divides_by_items = all(map(divides_by_items, outermost(model)))
         self._call: BatchCall | None = None
-        self._head_called = self._warned = False
+        self._warned = False  # of logits at padding
         self._noise = ExitStack()
         handle.whole_batches = True
         with recorded_changes(handle):
@@ -124,30 +124,32 @@ class WholeBatchHooks:
             self.handle.compare_first(arguments)
         arguments = with_slices(model, arguments, self._head)
         refuse_arguments(arguments)
-        labelled = arguments.get("labels") is not None
-        if labelled and self._head == "other":
-            raise NotImplementedError(UNKNOWN_LABELS.format(type(model).__name__))
-        skips = arguments.pop(SKIP_LOGITS, None)
-        asked = arguments.pop(WHOLE_LOGITS, False if skips else None)
-        logits = self._which_logits(asked, model.training, labelled)
-        loss = self._loss_kind(model, arguments, bool(skips) or logits == "hidden")
+        logits, loss = self._wanted(model, arguments)
         seqlen = seqlen_of(arguments)
         batch = self._cut_arguments(arguments, seqlen)
         if any(wants_router_loss(inner, arguments) for inner in outermost(model)):
             batch.setdefault("attention_mask", mask_of_ones(batch))
         if loss == "custom":
             self._warned = self._warned or warned_about_padding(batch)
-            arguments["labels"] = self.handle.without_padded_labels(arguments)["labels"]
+            arguments = self.handle.without_padded_labels(arguments)
             batch = {key: value for key, value in batch.items() if key in INPUTS}
         others = {k: v for k, v in arguments.items() if k not in batch}
-        local = self._shard(batch)
         num_items = None if loss == "custom" else others.pop(NUM_ITEMS, None)
-        num_items = num_items if loss == "by_token" or self._divides_by_items else None
-        self._call = BatchCall(seqlen, local, num_items, logits, loss)
-        self.handle.attention.logits_are_whole, self._head_called = loss == "custom", False
-        scale_noise(self._noise, model, seqlen_of(local), seqlen)
-        more = fused_loss_arguments(local["labels"]) if loss == "fused" else {}
-        return (), self._model_kwargs(model, others, local) | more
+        num_items = num_items if loss == "fused_head" or self._divides_by_items else None
+        call = self._call = BatchCall(seqlen, self._shard(batch), num_items, logits, loss)
+        self.handle.attention.logits_are_whole = loss == "custom"
+        scale_noise(self._noise, model, seqlen_of(call.local), seqlen)
+        return (), self._model_kwargs(model, others, call)
+
+    def _wanted(self, model: nn.Module, arguments: Kwargs) -> tuple[WhichLogits, LossKind]:
+        """What a call wants; the arguments that say so are taken out."""
+        labelled = arguments.get("labels") is not None
+        if labelled and self._head == "other":
+            raise NotImplementedError(UNKNOWN_LABELS.format(type(model).__name__))
+        skips = bool(arguments.pop(SKIP_LOGITS, False))
+        asked = arguments.pop(WHOLE_LOGITS, False if skips else None)
+        logits = self._which_logits(asked, model.training, labelled)
+        return logits, self._loss_kind(model, arguments, skips or logits == "hidden")
 
     def _which_logits(self, asked: Any, trains: bool, labelled: bool) -> WhichLogits:
         """`asked` is the `whole_logits` of the call: a bool, None, or "hidden"."""
@@ -158,16 +160,16 @@ class WholeBatchHooks:
 
     def _loss_kind(self, model: nn.Module, arguments: Kwargs, needs_no_logits: bool) -> LossKind:
         """`needs_no_logits` says whether nobody uses logits of this rank's tokens."""
-        if arguments.get(FUSED):
+        if arguments.get(FUSED_HEAD):
             if model.training and self.handle.averages_tokens:
-                refuse_uncounted(f"the call has {FUSED}=True", arguments)
-            return "by_token"
+                refuse_uncounted(f"the call has {FUSED_HEAD}=True", arguments)
+            return "fused_head"
         if arguments.get("labels") is None:
             return "plain"
         if self._has_custom_loss(model, arguments):
             return "custom"
         may_fuse = needs_no_logits and self.hides_local_logits and not self.handle.averages_tokens
-        return "fused" if may_fuse and fuses_loss(model, arguments) else "plain"
+        return "fused_loss" if may_fuse and fuses_loss(model, arguments) else "plain"
 
     def _has_custom_loss(self, model: nn.Module, arguments: Kwargs) -> bool:
         """Whether the model must compute the loss of this call itself."""
@@ -197,7 +199,7 @@ class WholeBatchHooks:
         if call is None or call.loss != "custom":
             return None
         refuse_other_rows("the output embeddings gave", logits, seqlen_of(call.local))
-        self._head_called = True
+        call.head_was_called = True
         return self._whole(logits, call).contiguous()  # for losses that call `view`
 
     def _cut_arguments(self, arguments: Kwargs, seqlen: int) -> Kwargs:
@@ -213,13 +215,11 @@ class WholeBatchHooks:
             return self.handle.shard_batch(batch, labels_are_shifted=self._head == "masked")
         return shard_media(self._media, self.handle.sp, batch)
 
-    def _model_kwargs(self, model: nn.Module, arguments: Kwargs, local: Kwargs) -> Kwargs:
+    def _model_kwargs(self, model: nn.Module, arguments: Kwargs, call: BatchCall) -> Kwargs:
         """The arguments for the model, from those that were not cut and this rank's part."""
-        ours = forward_kwargs(model, local)
+        ours = forward_kwargs(model, call.local)
         refuse_overwriting(arguments, ours)
-        kwargs = arguments | ours
-        if arguments.get(FUSED):
-            kwargs["shift_labels"] = local.get("labels")
+        kwargs = arguments | ours | labels_for(call.loss, call.local.get("labels"))
         refuse_lost_arguments(model, self._names, kwargs)
         return kwargs
 
@@ -228,24 +228,24 @@ class WholeBatchHooks:
         call = self._call
         assert call is not None, "the hook before the model did not run"
         if call.loss == "custom":
-            if not self._head_called:
+            if not call.head_was_called:
                 raise NotImplementedError(NO_HEAD.format(type(model).__name__))
             if isinstance(output, Mapping) and output.get("hidden_states") is not None:
                 raise NotImplementedError(PARTIAL_STATES)
             return output
-        if call.loss == "by_token":
+        if call.loss == "fused_head":
             gather, aux_loss = partial(self._whole, call=call), router_loss(model, output)
-            return type(output)(**fused_fields(output, call.num_items, gather, aux_loss))
-        fused = call.loss == "fused"
-        logits = output["loss"] if fused else logits_of(model, output, seqlen_of(call.local))
+            return type(output)(**fused_head_fields(output, call.num_items, gather, aux_loss))
+        fused = call.loss == "fused_loss"
+        logits: Any = Unusable() if fused else logits_of(model, output, seqlen_of(call.local))
         # router logits are of this rank's tokens
         fields = dict(output) | dict.fromkeys({"router_logits"} & output.keys())
         if call.local.get("labels") is not None:
-            fields["loss"] = self._loss(model, logits, call, router_loss(model, output))
+            fields["loss"] = self._loss(model, output, logits, call)
         if call.logits == "whole":
             fields["logits"] = self._whole(logits, call)
         elif call.logits == "hidden":
-            fields["logits"] = Unusable() if fused else self._sharded(logits, call)
+            fields["logits"] = logits if fused else self._sharded(logits, call)
         return type(output)(**fields)
 
     def _whole(self, x: Tensor, call: BatchCall) -> Tensor:
@@ -264,18 +264,17 @@ class WholeBatchHooks:
         padding = sp.size * seqlen_of(call.local) - call.seqlen
         return sp.shard(nn.functional.pad(x, (0, padding)), 1, borders)
 
-    def _loss(
-        self, model: nn.Module, logits: Tensor, call: BatchCall, aux_loss: Tensor | float
-    ) -> Tensor:
-        """The loss of the batch plus `aux_loss`, the same on every rank of the group.
+    def _loss(self, model: nn.Module, output: Any, logits: Any, call: BatchCall) -> Tensor:
+        """The loss of the batch, with that of routers, the same on every rank of the group.
 
         Its gradient is that of this rank's share times the number of ranks, so that gradients
         averaged over all ranks are those of the loss.
         """
-        size, share = self.handle.sp.size, self._share(model, logits, call) + aux_loss
+        size = self.handle.sp.size
+        share = self._share(model, output, logits, call) + router_loss(model, output)
         return self.handle.sp.sum_over_ranks(share) / size + (share - share.detach())
 
-    def _share(self, model: nn.Module, logits: Tensor, call: BatchCall) -> Tensor:
+    def _share(self, model: nn.Module, output: Any, logits: Any, call: BatchCall) -> Tensor:
         """This rank's share of the loss, times the number of ranks; float32 or wider.
 
         `call.num_items` may be set in evaluation too: the Trainer of transformers 5 counts valid
@@ -286,8 +285,8 @@ class WholeBatchHooks:
             return self.handle.loss(logits, labels)
         if num_items is None:
             num_items = sp.sum_over_ranks(count_valid(labels))
-        if call.loss == "fused":  # in place of logits, the sum over this rank's tokens
-            share = logits / num_items
+        if call.loss == "fused_loss":
+            share = output["loss"] / num_items
         else:
             share = self._token_loss(model, logits, labels, num_items)
         has_labels = torch.as_tensor(num_items, device=share.device) > 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -24,14 +24,16 @@ from wf_transformers.models import has_module, outermost
 from wf_transformers.replace import temporarily_replace
 from wf_transformers.whole_batches.arguments import (
     BatchCall,
+    WantedLogits,
     has_row_per_token,
     mask_of_ones,
     seqlen_of,
 )
-from wf_transformers.whole_batches.custom_loss import FUSED, has_fused_head
+from wf_transformers.whole_batches.custom_loss import FUSED_HEAD, has_fused_head
 from wf_transformers.whole_batches.hooks import WHOLE_LOGITS, WholeBatchHooks
 from wf_transformers.whole_batches.sharded_logits import (
     LocalStates,
+    ShardedLogits,
     log_softmax_of,
     rolled,
 )
@@ -76,18 +78,6 @@ def _with_log_softmax(
         return method(*args, **kwargs)
 
 
-@dataclass(frozen=True, slots=True)
-class WantedLogits:
-    """The options of the running call."""
-
-    starts: Tensor
-    """(b,) tokens of padding on the left."""
-    tokens: slice
-    """The tokens whose logits are returned."""
-    hidden_states: bool
-    """Whether the output has hidden states."""
-
-
 class LogProbabilityHooks(WholeBatchHooks):
     """`WholeBatchHooks` of a model that is called for log-probabilities.
 
@@ -97,59 +87,63 @@ class LogProbabilityHooks(WholeBatchHooks):
     """
 
     whole_without_labels = False
-    _request: WantedLogits | None = None
 
     @eager
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         arguments = by_name(self._names, args, kwargs)
-        self._request = None
         if self.whole_without_labels:
             return super()._before(model, (), arguments)
-        if not arguments.get(FUSED):
-            has_labels = arguments.get("labels") is not None
-            wants_whole = self.always_whole or any(map(has_fused_head, outermost(model)))
-            if wants_whole and not has_labels:
-                arguments.setdefault(WHOLE_LOGITS, True)  # for compute_metrics: all else is fused
-            if has_labels or arguments.get(WHOLE_LOGITS) is not None:
-                return super()._before(model, (), arguments)
-            arguments[WHOLE_LOGITS] = False
+        if arguments.get(FUSED_HEAD):
+            return self._before_log_probabilities(model, arguments)
+        if arguments.get("labels") is not None or arguments.get(WHOLE_LOGITS) is not None:
+            return super()._before(model, (), arguments)
+        if self.always_whole or any(map(has_fused_head, outermost(model))):
+            # for compute_metrics: all else of a model with a fused head is by the head
+            return super()._before(model, (), arguments | {WHOLE_LOGITS: True})
+        return self._before_log_probabilities(model, arguments | {WHOLE_LOGITS: "hidden"})
+
+    def _before_log_probabilities(self, model: nn.Module, arguments: Kwargs) -> Any:
+        """Move padding to the right, cut the batch, and keep what the output must have."""
         keep = next((arguments[key] for key in LOGITS_TO_KEEP if arguments.get(key)), 0)
         arguments = {key: value for key, value in arguments.items() if key not in LOGITS_TO_KEEP}
         hidden_states = bool(arguments.pop("output_hidden_states", False))
-        starts = padding_on_the_left(arguments)
+        starts, seqlen = padding_on_the_left(arguments), seqlen_of(arguments)
         counts_all = not has_module(model, COUNTS_VALID_TOKENS)
         counts_padding = arguments.get("position_ids") is None and counts_all
-        seqlen = seqlen_of(arguments)
         for key, x in arguments.items():
             if isinstance(x, Tensor) and has_row_per_token(key, x, seqlen):
-                arguments[key] = rolled(x, starts)  # padding is on the right
+                arguments[key] = rolled(x, starts)
         _, kwargs = super()._before(model, (), arguments)
         if counts_padding and isinstance(kwargs.get("position_ids"), Tensor):
             positions = kwargs["position_ids"] + starts[:, None]
             kwargs["position_ids"] = positions.clamp(max=seqlen - 1)
-        self._request = WantedLogits(
-            starts, slice(-keep, None) if keep else slice(None), hidden_states
-        )
+        assert self._call is not None, "set by the base"
+        tokens = slice(-keep, None) if keep else slice(None)
+        self._call.wanted = WantedLogits(starts, tokens, hidden_states)
         return (), kwargs
 
     @eager
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        call, request = self._call, self._request
+        call = self._call
         output = super()._after(model, args, output)
-        if request is None or call is None or call.loss == "by_token":
+        if call is None or call.wanted is None or call.loss == "fused_head":
             return output
-        logits = self._sharded(output["logits"], call)
-        tokens = logits.tokens[request.tokens]
-        fields = dict(output) | {"logits": replace(logits, tokens=tokens, starts=request.starts)}
-        if request.hidden_states:
-            fields["hidden_states"] = LocalStates()
-        return type(output)(**fields)
+        states = {"hidden_states": LocalStates()} if call.wanted.hidden_states else {}
+        return type(output)(**{**output, **states})
+
+    def _sharded(self, logits: Tensor, call: BatchCall) -> ShardedLogits:
+        """Logits of the wanted tokens, in the order of the caller's batch."""
+        sharded = super()._sharded(logits, call)
+        if call.wanted is None:
+            return sharded
+        tokens = sharded.tokens[call.wanted.tokens]
+        return replace(sharded, tokens=tokens, starts=call.wanted.starts)
 
     def _whole(self, x: Tensor, call: BatchCall) -> Tensor:
         """The rows of all ranks; those of a fused head in the order of the caller's batch."""
         whole = super()._whole(x, call)
-        if call.loss == "by_token" and self._request is not None:
-            return rolled(whole, -self._request.starts)
+        if call.loss == "fused_head" and call.wanted is not None:
+            return rolled(whole, -call.wanted.starts)
         return whole
 
 
