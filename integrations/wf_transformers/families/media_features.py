@@ -28,23 +28,26 @@ from wf_transformers.handle import Handle
 
 
 def hook_media(model: nn.Module, handle: Handle) -> None:
-    """Make a model of the table merge the features that `shard_media` selected."""
+    """Make a model of the table merge the features that `shard_media` selected: those that its
+    methods return (`Modality.features`), else those that its last module for media returns."""
     row = media_of(model)
     if row is None:
         return
-    selection, inner = _FeatureSelection(model, row, handle.attention), merging_model(model)
-    handle.before(model, selection.enter, first=True)
-    handle.before(language_model(model), selection.pass_on)
+    inner, attention = merging_model(model), handle.attention
     methods = [x.features for x in row.modalities if hasattr(inner, x.features)]
     if MERGE_SOUNDS in methods:
+        selection = _SoundSelection(model, row, attention)
         handle.before(inner, selection.hide_sounds)
         handle.set(inner, MERGE_SOUNDS, selection.merge_sounds)
-        return
-    for method in methods:
-        handle.set(inner, method, partial(selection.encode, getattr(inner, method)))
-    if not methods:
-        owner = model if hasattr(model, row.modules[-1]) else inner
-        handle.after(owner.get_submodule(row.modules[-1]), selection.leave)
+    else:
+        selection = _FeatureSelection(model, row, attention)
+        for method in methods:
+            handle.set(inner, method, partial(selection.encode, getattr(inner, method)))
+        if not methods:
+            owner = model if hasattr(model, row.modules[-1]) else inner
+            handle.after(owner.get_submodule(row.modules[-1]), selection.leave)
+    handle.before(model, selection.enter, first=True)
+    handle.before(language_model(model), selection.pass_on)
     if hasattr(inner, "inputs_merger"):  # Idefics 3 and SmolVLM of transformers 4
         handle.set(inner, "inputs_merger", partial(_merge, token_of(model, row.modalities[0])))
 
@@ -67,10 +70,6 @@ class _FeatureSelection:
         """Feature indices of the modalities that the running call has not encoded yet."""
         self.documents: dict[str, Any] = {}
         """Documents or slices of the running call, for the language model."""
-        self.is_sound = torch.empty(0)
-        """(b, s): which tokens of the running call stand for features, for `merge_sounds`."""
-        self.positions: Any = None
-        """Its position_ids."""
 
     def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the indices from `shard_media`, and refuse media that it did not cut."""
@@ -80,25 +79,27 @@ class _FeatureSelection:
         if self.row.rope and isinstance(positions, Tensor) and positions.dim() == 2:  # only text
             kwargs["position_ids"] = positions.expand(3, *positions.shape)
         if self.attention.sp.size > 1:
-            arguments = by_name(self.names, args, kwargs)
-            if self.attention.cache is None:
-                refuse_call(self.model, arguments, self.names, self.attention.logits_are_whole)
-                if self.row.blocks is not None and arguments.get(self.row.types) is not None:
-                    raise ValueError(
-                        f"{type(self.model).__name__} was called with {self.row.types}, which "
-                        "would be lost: cut the batch by wf_transformers.shard_media(model, sp, "
-                        "batch), which makes blocks of them"
-                    )
-            known = [x.values for x in self.row.modalities]
-            refuse_media(self.model, {k: x for k, x in arguments.items() if k not in known})
-            media = [key for key in known if arguments.get(key) is not None]
-            if len(media) != len(self.pending):
-                raise ValueError(
-                    f"{type(self.model).__name__} was called with whole {', '.join(media)}: cut "
-                    "the batch by wf_transformers.shard_media(model, sp, batch), which gives a "
-                    "rank those of its tokens"
-                )
+            self._refuse_uncut(by_name(self.names, args, kwargs))
         return args, kwargs
+
+    def _refuse_uncut(self, arguments: dict[str, Any]) -> None:
+        name, row = type(self.model).__name__, self.row
+        cut = "cut the batch by wf_transformers.shard_media(model, sp, batch)"
+        if self.attention.cache is None:
+            refuse_call(self.model, arguments, self.names, self.attention.logits_are_whole)
+            if row.blocks is not None and arguments.get(row.types) is not None:
+                raise ValueError(
+                    f"{name} was called with {row.types}, which would be lost: {cut}, which makes "
+                    "blocks of them"
+                )
+        known = [x.values for x in row.modalities]
+        refuse_media(self.model, {k: x for k, x in arguments.items() if k not in known})
+        media = [key for key in known if arguments.get(key) is not None]
+        if len(media) != len(self.pending):
+            raise ValueError(
+                f"{name} was called with whole {', '.join(media)}: {cut}, which gives a rank those "
+                "of its tokens"
+            )
 
     def pass_on(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the documents to the language model: not every model passes keywords on, and in an
@@ -118,46 +119,67 @@ class _FeatureSelection:
         features = encode(*args, **kwargs)
         if not number or len(self.pending) < number:  # videos by the method for images
             return features
-        rows = self.pending.pop(0)
-        if isinstance(features, Tensor):
-            return _select(features, rows)
-        if isinstance(features, tuple):  # packed, and the lengths
-            return _select(features[0], rows), features[1]
-        pooled = features.pooler_output
-        if (mask := features.get("attention_mask")) is not None:  # Gemma 4's sounds
-            features.pooler_output = _select(pooled[mask.bool()], rows)[None]
-            features.attention_mask = mask.new_ones(features.pooler_output.shape[:2])
-            return features
-        features.pooler_output = _select(pooled, rows)
-        if features.get("last_hidden_state") is pooled:  # the Omnis' sounds
-            features.last_hidden_state = features.pooler_output
-        deepstack = features.get("deepstack_features") or ()  # Qwen3-VL: of some encoder layers
-        if deepstack:
-            features.deepstack_features = [(torch.cat([*x])[rows],) for x in deepstack]
-        return features
+        return _selected(features, self.pending.pop(0))
+
+    def leave(self, _: nn.Module, __: Any, features: Tensor) -> Tensor:
+        """After an encoder module: keep the features of this rank's tokens."""
+        return _select(features, self.pending.pop(0)) if self.pending else features
+
+
+class _SoundSelection(_FeatureSelection):
+    """The same for Qwen2-Audio, which calls a method of its own to merge sounds into embeddings."""
+
+    hidden: tuple[Tensor, Any] | None = None
+    """(which tokens of the running call stand for features (b, s), its position_ids)."""
 
     def hide_sounds(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give Qwen2-Audio no token of a sound: it would count those of this rank. It then calls
         `merge_sounds`."""
         if not self.pending or kwargs.get("input_ids") is None:
             return None
-        ids, self.positions = kwargs["input_ids"], kwargs.get("position_ids")
-        self.is_sound = ids == token_of(self.model, self.row.modalities[0])
-        return args, kwargs | {"input_ids": ids.masked_fill(self.is_sound, 0)}
+        ids = kwargs["input_ids"]
+        is_sound = ids == token_of(self.model, self.row.modalities[0])
+        self.hidden = is_sound, kwargs.get("position_ids")
+        return args, kwargs | {"input_ids": ids.masked_fill(is_sound, 0)}
 
     def merge_sounds(
         self, features: Tensor, lengths: Tensor, embeds: Tensor, _: Tensor, mask: Any, labels: Any
     ) -> tuple[Any, ...]:
         """(embeddings with the features (sounds, n, width) of this rank's tokens, mask, labels,
         positions, None)"""
+        assert self.hidden is not None, "it is called after `hide_sounds`"
+        is_sound, positions = self.hidden
         is_valid = torch.arange(features.shape[1], device=lengths.device) < lengths[:, None]
         selected = features[is_valid.to(features.device)][self.pending.pop(0)].to(embeds)
-        merged = embeds.masked_scatter(self.is_sound[..., None], selected)
-        return merged, mask, labels, self.positions, None
+        merged = embeds.masked_scatter(is_sound[..., None], selected)
+        return merged, mask, labels, positions, None
 
-    def leave(self, _: nn.Module, __: Any, features: Tensor) -> Tensor:
-        """After an encoder module: keep the features of this rank's tokens."""
-        return _select(features, self.pending.pop(0)) if self.pending else features
+
+def _selected(features: Any, rows: Tensor) -> Any:
+    """What a method for features returned, with those at `rows` alone:
+
+    features                                    in transformers 4
+    (features, lengths)                         LLaVA-NeXT and LLaVA-OneVision
+    an output with pooler_output                in transformers 5
+        and attention_mask (sounds, n)          Gemma 4's sounds, which are padded
+        and last_hidden_state, the same         the Omnis' sounds
+        and deepstack_features of some layers   Qwen3-VL
+    """
+    if isinstance(features, Tensor):
+        return _select(features, rows)
+    if isinstance(features, tuple):
+        return _select(features[0], rows), features[1]
+    pooled, mask = features.pooler_output, features.get("attention_mask")
+    if mask is not None:
+        features.pooler_output = _select(pooled[mask.bool()], rows)[None]
+        features.attention_mask = mask.new_ones(features.pooler_output.shape[:2])
+        return features
+    features.pooler_output = _select(pooled, rows)
+    if features.get("last_hidden_state") is pooled:
+        features.last_hidden_state = features.pooler_output
+    if layers := features.get("deepstack_features"):
+        features.deepstack_features = [(torch.cat([*x])[rows],) for x in layers]
+    return features
 
 
 def _select(features: Any, rows: Tensor) -> Any:
