@@ -65,20 +65,18 @@ class RankRows:
         if part.dim() != whole.dim():
             return None
         dims = [dim for dim in range(whole.dim()) if part.shape[dim] != whole.shape[dim]]
+        if len(dims) > 1:
+            return None
         dim = dims[0] if dims else 1
         valid = self._valid_of(whole, dim)
-        if not dims:
-            return part.where(valid, 0), whole.where(valid, 0), False
-        count, seqlen = part.shape[dim], whole.shape[dim]
-        one_dim = len(dims) == 1
-        positions = self._positions_of_part(count, seqlen, whole.device) if one_dim else None
-        if positions is None:
-            return None
-        inside = (positions < seqlen).nonzero().flatten()
-        part, whole = part.index_select(dim, inside), whole.index_select(dim, positions[inside])
-        if valid.dim():
-            valid = valid.index_select(dim, positions[inside])
-        return part.where(valid, 0), whole.where(valid, 0), True
+        if dims:
+            positions = self._positions_of_part(part.shape[dim], whole.shape[dim], whole.device)
+            if positions is None:
+                return None
+            inside = (positions < whole.shape[dim]).nonzero().flatten()  # the others are padding
+            valid = valid.expand_as(whole).index_select(dim, positions[inside])
+            part, whole = part.index_select(dim, inside), whole.index_select(dim, positions[inside])
+        return part.where(valid, 0), whole.where(valid, 0), bool(dims)
 
     def _positions_of_part(self, count: int, seqlen: int, device: torch.device) -> Tensor | None:
         """Positions of a part's `count` rows in a whole of `seqlen` rows; None if unknown, as where
@@ -115,11 +113,11 @@ class RankRows:
 
         Over all ranks every element counts once: one that all ranks have counts 1 / ranks on each.
         """
-        is_whole = whole or self._whole_outputs or not self.shape
-        if is_whole or x.shape[:2] != (self.shape[0], len(self._positions)):
-            return _cosine_weights(x) * self._valid_of(x) / (1 if whole else self._sp.size)
-        valid = self._valid[:, self._positions].view(*x.shape[:2], *[1] * (x.dim() - 2))
-        return _cosine_weights(x, self._positions) * valid
+        if self.shape and not whole and not self._whole_outputs:
+            if x.shape[:2] == (self.shape[0], len(self._positions)):
+                valid = self._valid[:, self._positions].view(*x.shape[:2], *[1] * (x.dim() - 2))
+                return _cosine_weights(x, self._positions) * valid
+        return _cosine_weights(x) * self._valid_of(x) / (1 if whole else self._sp.size)
 
 
 def _cosine_weights(x: Tensor, positions: Tensor | None = None) -> Tensor:

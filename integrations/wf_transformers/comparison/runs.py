@@ -70,12 +70,11 @@ class Comparison:
         trains = any(p.requires_grad for p in model.parameters())
         is_whole = gather is None and not any(map(is_partitioned, model.parameters()))
         self._backward = trains and is_whole
-        cut_inside = is_cut_inside(model)
+        cut_inside, has_tokens = is_cut_inside(model), tokens_of(batch) is not None
         if cut_inside and "use_cache" in parameter_names(model):
             self.batch["use_cache"] = False  # keys and values would be of this rank's rows
-        has_tokens = tokens_of(batch) is not None
+        self.whole_batches = whole_batches or cut_inside or not has_tokens
         uneven = cut_inside or (call is None and not has_tokens)  # else hooks cut unknown rows
-        self.whole_batches = whole_batches or uneven or not has_tokens
         self.errors: list[tuple[str, float, float]] = []
         self.cut = whole_batches and call is not None  # hooks cut, maybe other rows than `batch`
         self.uses_dropout = False
