@@ -141,7 +141,8 @@ class GatherRounds:
         num_rounds = max([*computed, *(transfer.round_index for transfer in transfers)]) + 1
         for index in range(num_rounds):
             of_round = [transfer for transfer in transfers if transfer.round_index == index]
-            exchanges = {t.exchange: self._exchange(rank, t.exchange, of_round) for t in of_round}
+            names = {transfer.exchange for transfer in of_round}
+            exchanges = {name: self._exchange(rank, name, of_round) for name in names}
             yield computed.get(index, ()), Round((), **exchanges)
 
     def _host(self, rank: int) -> int:
