@@ -101,9 +101,9 @@ def messages(problem: Problem, row_bytes: RowBytes) -> Iterator[Sent]:
         sends = [(program.walk.send, walk_shard, "walk", False, walk.gathered)]
         for index, step in enumerate(program.steps):
             walkers = forwarding.held(index, rank)
-            partials = (*step.partial_out, *step.reduce_out)
-            sends.append((step.hop_out, walkers, "walk", False, walk.row))
-            sends.append((step.owner_out, walk_shard, "walk", False, walk.row))
+            partials = (*step.partial.send, *step.reduce.send)
+            sends.append((step.hop.send, walkers, "walk", False, walk.row))
+            sends.append((step.owner.send, walk_shard, "walk", False, walk.row))
             sends.append((partials, walkers, "walk", True, walk.partial))
             for gather_round in step.rounds:
                 sends.append((gather_round.fetch.send, stay_shard, "stay", False, stay.gathered))

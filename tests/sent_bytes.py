@@ -22,8 +22,8 @@ def bytes_sent(program: RankProgram, rows: RowBytes, name: str) -> dict[str, int
     gathered = count(program.walk.send) * rows.walk.gathered + count(fetched) * rows.stay.gathered
     sent, partials = {f"{name} gather": gathered}, 0
     for index, step in enumerate(program.steps):
-        walkers = count((*step.hop_out, *step.owner_out)) * rows.walk.row
+        walkers = count((*step.hop.send, *step.owner.send)) * rows.walk.row
         sent[f"{name} step {index}"] = walkers + partials
-        partials = count((*step.partial_out, *step.reduce_out)) * rows.walk.partial  # sent next
+        partials = count((*step.partial.send, *step.reduce.send)) * rows.walk.partial  # sent next
     sent[f"{name} reduce"] = count(results) * rows.stay.partial + partials
     return {label: num_bytes for label, num_bytes in sent.items() if num_bytes}

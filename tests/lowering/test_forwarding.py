@@ -80,8 +80,8 @@ def test_rows_for_a_later_step_arrive_during_the_last_step_that_computes():
     layout = contiguous(8, 64)
     steps = lower(Problem(ring(8), layout, layout, TWO_RANKS_SHARE_A_DOCUMENT), 1).steps
     assert [step.num_rows for step in steps] == [8, 0, 0, 0, 0, 0, 0, 8]
-    assert [bool(step.owner_in or step.hop_in) for step in steps] == [True] + [False] * 7
-    (parcel,) = steps[0].owner_in
+    assert [bool(step.owner.receive or step.hop.receive) for step in steps] == [True] + [False] * 7
+    (parcel,) = steps[0].owner.receive
     assert (parcel.peer, parcel.num_rows, steps[0].next_num_rows) == (0, 8, 8)
 
 

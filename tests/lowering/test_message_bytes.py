@@ -87,7 +87,7 @@ def sent_to_others(rank, *parcels_of_messages):
 def steps_that_send_walkers(problem, rank):
     """In how many steps a rank sends any rows of walkers."""
     steps = lower(problem, rank).steps
-    return sum(bool(sent_to_others(rank, step.hop_out, step.owner_out)) for step in steps)
+    return sum(bool(sent_to_others(rank, step.hop.send, step.owner.send)) for step in steps)
 
 
 @pytest.mark.parametrize("queries_walk", (False, True))
@@ -131,7 +131,9 @@ def walker_rows_sent(problem):
     total = 0
     for rank in range(problem.schedule.num_ranks):
         program = lower(problem, rank)
-        messages = [parcels for step in program.steps for parcels in (step.hop_out, step.owner_out)]
+        messages = [
+            parcels for step in program.steps for parcels in (step.hop.send, step.owner.send)
+        ]
         parcels = sent_to_others(rank, program.walk.send, *messages)
         total += sum(parcel.num_rows for parcel in parcels)
     return total

@@ -46,16 +46,14 @@ def rows_by_peer(program: RankProgram, way: Literal["send", "receive"]) -> dict[
     parcels += [p for round_ in program.steps[0].rounds for p in getattr(round_.fetch, way)]
     before = None
     for step in program.steps:
-        parcels += step.hop_out if way == "send" else step.hop_in
+        parcels += getattr(step.hop, way)
         if before is not None:
-            parcels += before.partial_out if way == "send" else step.partial_in
-            parcels += before.reduce_out if way == "send" else before.reduce_in
-        parcels += step.owner_out if way == "send" else step.owner_in
+            parcels += (*getattr(before.partial, way), *getattr(before.reduce, way))
+        parcels += getattr(step.owner, way)
         parcels += [p for round_ in step.rounds for p in getattr(round_.reduce, way)]
         before = step
     if before is not None:
-        parcels += before.partial_out if way == "send" else ()
-        parcels += before.reduce_out if way == "send" else before.reduce_in
+        parcels += (*getattr(before.partial, way), *getattr(before.reduce, way))
     rows = defaultdict[int, list[int]](list)
     for parcel in parcels:
         rows[parcel.peer].append(parcel.num_rows)

@@ -57,11 +57,11 @@ def test_a_band_too_wide_by_one_key_is_an_error(monkeypatch):
 def test_gradients_that_are_not_sent_to_their_owner_are_an_error(monkeypatch):
     def keep_results(step, rank):
         """The step without results to and from other ranks."""
-        reduce_out, reduce_in = (
+        send, receive = (
             tuple(parcel for parcel in parcels if parcel.peer == rank)
-            for parcels in (step.reduce_out, step.reduce_in)
+            for parcels in (step.reduce.send, step.reduce.receive)
         )
-        return replace(step, reduce_out=reduce_out, reduce_in=reduce_in)
+        return replace(step, reduce=Exchange(send, receive))
 
     def keep_all_results(program):
         steps = tuple(keep_results(step, program.rank) for step in program.steps)

@@ -118,9 +118,9 @@ def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Itera
     for index, step in enumerate(program.steps):
         phase = RankPhase(f"{kind.name} step {index}")
         if index in busy:
-            forwarded = messages((*step.hop_out, *step.owner_out), rows.walk.row)
+            forwarded = messages((*step.hop.send, *step.owner.send), rows.walk.row)
             rounds = tuple(map(phase_round, step.rounds))
             phase = replace(phase, hop=[*forwarded, *partials], rounds=rounds)
         yield phase
-        partials = messages((*step.partial_out, *step.reduce_out), rows.walk.partial)
+        partials = messages((*step.partial.send, *step.reduce.send), rows.walk.partial)
     yield RankPhase(f"{kind.name} reduce", partials)

@@ -15,8 +15,8 @@ from functools import cache, cached_property, partial
 
 from wf_backends.lowering.problem import Reads
 from wf_backends.lowering.program import (
+    Exchange,
     Gather,
-    Parcels,
     PeerRows,
     Round,
     Step,
@@ -102,33 +102,28 @@ class Forwarding:
         return Gather(size(own), size(held), send, receive)
 
     def step(self, step: int, rank: int, rounds: tuple[Round, ...], blank: Ranges) -> Step:
-        """A step of a rank's program, with all messages of walkers."""
+        """A step of a rank's program, with all exchanges of walkers."""
         origin, own = self.schedule.origin(step, rank), self.layout[rank]
         walker = self.walker(origin)
         held = walker.needed(step)
-        hop_out, partial_out, partial_in = (), (), ()
-        if step + 1 < self.num_steps:
-            peer, forwarded = self.schedule.holder(step + 1, origin), walker.forwarded(step + 1)
-            hop_out = hop_parcels(peer, forwarded, held, walker.needed(step + 1))
-            partial_out = parcels(peer, walker.partials_forwarded(step), held, whole=True)
-        if step > 0:
-            peer = self.schedule.holder(step - 1, origin)
-            partial_in = parcels(peer, walker.partials_forwarded(step - 1), held, whole=True)
-        hop_in, owner_in, next_num_rows = self._arriving(step, rank)
+        hop, partial_results = self._along_hop(step, rank)
+        next_held, from_owners = self._next_held(step, rank)
         to_owners = self._by_owner(origin, walker.partials_to_owner(step))
         return Step(
             num_rows=size(held),
             rounds=rounds,
             blank=blank,
-            hop_out=hop_out,
-            hop_in=hop_in,
-            owner_out=parcels_of_peers(rank, self._owner_sends(rank).get(step, ()), own),
-            owner_in=owner_in,
-            next_num_rows=next_num_rows,
-            partial_in=partial_in,
-            partial_out=partial_out,
-            reduce_out=parcels_of_peers(rank, to_owners, held),
-            reduce_in=parcels_of_peers(rank, self._partials_of_owner(step, rank), own),
+            next_num_rows=size(next_held),
+            hop=hop,
+            owner=Exchange(
+                parcels_of_peers(rank, self._owner_sends(rank).get(step, ()), own),
+                parcels_of_peers(rank, from_owners, next_held),
+            ),
+            partial=partial_results,
+            reduce=Exchange(
+                parcels_of_peers(rank, to_owners, held),
+                parcels_of_peers(rank, self._partials_of_owner(step, rank), own),
+            ),
         )
 
     def _walker(self, origin: int) -> WalkerRows:
@@ -139,6 +134,24 @@ class Forwarding:
         """The rows of a walker that belong to the rank that holds it in a step."""
         rank = self.schedule.holder(step, origin)
         return self.layout[rank] if rank in self.reads.walk_shards[origin] else ()
+
+    def _along_hop(self, step: int, rank: int) -> tuple[Exchange, Exchange]:
+        """What goes along the hop after a step: rows of walkers, and their partial results."""
+        if step + 1 == self.num_steps:
+            return Exchange(), Exchange()
+        origin, next_origin = (self.schedule.origin(s, rank) for s in (step, step + 1))
+        receiver, leaving = self.schedule.holder(step + 1, origin), self.walker(origin)
+        sender, coming = self.schedule.holder(step, next_origin), self.walker(next_origin)
+        held, next_held = leaving.needed(step), coming.needed(step + 1)
+        rows = Exchange(
+            hop_parcels(receiver, leaving.forwarded(step + 1), held, leaving.needed(step + 1)),
+            hop_parcels(sender, coming.forwarded(step + 1), next_held, coming.needed(step)),
+        )
+        partial_results = Exchange(
+            parcels(receiver, leaving.partials_forwarded(step), held, whole=True),
+            parcels(sender, coming.partials_forwarded(step), next_held, whole=True),
+        )
+        return rows, partial_results
 
     def _find_steps_with_walkers(self, rank: int) -> list[int]:
         """Step 0, and the later steps in which a rank holds any rows of walkers.
@@ -159,24 +172,16 @@ class Forwarding:
                     sends[steps[steps.index(step) - 1]].append((reader, rows))
         return sends
 
-    def _arriving(self, step: int, rank: int) -> tuple[Parcels, Parcels, int]:
-        """(hop_in, owner_in, next_num_rows) of a step."""
+    def _next_held(self, step: int, rank: int) -> tuple[Ranges, list[PeerRows]]:
+        """The rows that a rank holds next after a step, and those that owners send in the step."""
         steps = self._steps_with_walkers(rank)
-        index = bisect_right(steps, step)
-        if index == len(steps):
-            return (), (), 0
-        next_step = steps[index]
-        origin = self.schedule.origin(next_step, rank)
-        walker, held = self.walker(origin), self.held(next_step, rank)
-        hop_in: Parcels = ()
-        if next_step == step + 1:
-            sender = self.schedule.holder(step, origin)
-            hop_in = hop_parcels(sender, walker.forwarded(next_step), held, walker.needed(step))
-        owner_in: Parcels = ()
-        if step == steps[index - 1]:
-            missing = self._by_owner(origin, walker.from_owner(next_step))
-            owner_in = parcels_of_peers(rank, missing, held)
-        return hop_in, owner_in, size(held)
+        later = steps[bisect_right(steps, step) :]
+        if not later:
+            return (), []
+        origin = self.schedule.origin(later[0], rank)
+        walker = self.walker(origin)
+        from_owner = walker.from_owner(later[0]) if step in steps else ()
+        return walker.needed(later[0]), self._by_owner(origin, from_owner)
 
     def _by_owner(self, origin: int, rows: Ranges) -> list[PeerRows]:
         """These rows of a walker, by their owners."""

@@ -89,7 +89,7 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What this rank sends and receives of the side that stays, at one point of a round."""
+    """What this rank sends and receives at one time."""
 
     send: Parcels = ()
     receive: Parcels = ()
@@ -120,42 +120,39 @@ class Round:
 class Step:
     """One step: compute on the held walkers, round by round, while the next walkers arrive.
 
-    Messages of walkers are of four kinds; `_out` is sent, `_in` is received:
+    Walkers have four exchanges. Slices are in the buffer of this step ("held", `num_rows` rows), of
+    the next step in which this rank reads any walkers ("next", `next_num_rows` rows), or in this
+    rank's own shard ("own"):
 
-        hop       rows, to the next rank of the hop and from the rank before
-        owner     rows, from their owner to the rank that reads them next
-        partial   partial results, along with the hop, after the step
-        reduce    partial results, to the owners of their rows, after the step
+        exchange  of                                            from    into
+        hop       rows, to the next rank of the hop             held    next
+        owner     rows, to the ranks that read them next        own     next
+        partial   partial results, along with the hop           held    next
+        reduce    partial results, to the owners of their rows  held    own
 
-    `hop_in` and `owner_in` fill the buffer of the next step in which this rank reads any walkers:
-    `next_num_rows` rows. Their slices are in that buffer, those of `owner_out` and `reduce_in` in
-    this rank's own shard, and all others in the buffer of this step, `num_rows` rows.
+    Rows are sent during the step, partial results after it.
     """
 
     num_rows: int
     rounds: tuple[Round, ...]
     blank: Ranges
     """Slices of the buffer whose results must be zeroed; the first tile overwrites all others."""
-    hop_out: Parcels
-    hop_in: Parcels
-    owner_out: Parcels
-    owner_in: Parcels
     next_num_rows: int
-    partial_in: Parcels
-    partial_out: Parcels
-    reduce_out: Parcels
-    reduce_in: Parcels
+    hop: Exchange
+    owner: Exchange
+    partial: Exchange
+    reduce: Exchange
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to compute, to send or to receive in this step."""
-        parcels = self.hop_out or self.hop_in or self.owner_out or self.owner_in or self.partial_in
-        return not parcels and all(round_ == Round(()) for round_ in self.rounds)
+        """Whether there is nothing to compute, to send or to receive during this step."""
+        moves_rows = (self.hop, self.owner) != (Exchange(), Exchange())
+        return not moves_rows and all(round_ == Round(()) for round_ in self.rounds)
 
     @property
     def moves_partials(self) -> bool:
         """Whether partial results are sent or received after this step."""
-        return bool(self.partial_out or self.reduce_out or self.reduce_in)
+        return (self.partial, self.reduce) != (Exchange(), Exchange())
 
 
 @dataclass(frozen=True)

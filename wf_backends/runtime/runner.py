@@ -125,17 +125,17 @@ class _RunningPass:
         if index > 0 and step.num_rows:
             self.spare = () if self.held is self.gathered else self.held
             self.held, self.next_held = self.next_held, ()
-        if (step.hop_in or step.owner_in) and not self.next_held:
+        if (step.hop.receive or step.owner.receive) and not self.next_held:
             fits = self.spare and self.spare[0].size(0) == step.next_num_rows
             self.next_held = self.spare if fits else empty_rows(step.next_num_rows, self.walk_shard)
         self.step_label = f"{self.name} step {index}"
         messages = Messages(self.comm, self.step_label, self.in_flight)
-        messages.send(step.hop_out, self.held)
-        messages.receive(step.hop_in, self.next_held)
+        messages.send(step.hop.send, self.held)
+        messages.receive(step.hop.receive, self.next_held)
         if self.walk_accumulators.shapes:
             self._move_partials(messages, previous, step)
-        messages.send(step.owner_out, self.walk_shard)
-        messages.receive(step.owner_in, self.next_held)
+        messages.send(step.owner.send, self.walk_shard)
+        messages.receive(step.owner.receive, self.next_held)
         return messages.post()
 
     def compute(self, index: int) -> None:
@@ -220,11 +220,11 @@ class _RunningPass:
             self.walk_partial = self.walk_accumulators.prepare(step.num_rows, step.blank)
         if previous is None or not leaving:
             return
-        messages.send((*previous.partial_out, *previous.reduce_out), leaving, dtypes)
+        messages.send((*previous.partial.send, *previous.reduce.send), leaving, dtypes)
         if step:
             add_to_partial = partial(scatter, self.walk_partial, self.walk_accumulators.combine)
-            messages.collect(step.partial_in, leaving, add_to_partial, dtypes)
-        messages.collect(previous.reduce_in, leaving, self.walk_total.add, dtypes)
+            messages.collect(previous.partial.receive, leaving, add_to_partial, dtypes)
+        messages.collect(previous.reduce.receive, leaving, self.walk_total.add, dtypes)
 
     def _return(self, exchange: Exchange, put: PutRows) -> Messages | None:
         """Send finished results towards the rows' owners; `put` takes the received ones."""
