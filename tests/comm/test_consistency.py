@@ -82,3 +82,14 @@ def check_a_wrong_and_a_right_header(comm):
 
 def test_a_header_that_was_refused_is_compared_again(on_cpu):
     assert run_threads(2, check_a_wrong_and_a_right_header) == [{"rows": (7, 7)}] * 2
+
+
+def lengths_by_rank(comm):
+    """What a check returns if rank r passes the length 10 r."""
+    return ConsistencyCheck(comm).check({}, {"rows": 10 * comm.rank}, torch.empty(0))
+
+
+@pytest.mark.parametrize("size", (1, 2, 3, 4, 5))
+def test_lengths_are_in_the_order_of_the_ranks(size):
+    """On every rank, though it receives the headers of the ranks before it first."""
+    assert run_threads(size, lengths_by_rank) == [{"rows": (*range(0, 10 * size, 10),)}] * size

@@ -205,9 +205,9 @@ class ConsistencyCheck(Shared):
 
 def _by_rank(headers: array[int], comm: Communicator) -> Iterator[tuple[int, ...]]:
     """For each position in a header, the integers of all ranks, by rank."""
-    length, rank = len(headers) // comm.size, comm.rank
+    length, size = len(headers) // comm.size, comm.size
     rows = [headers[start : start + length] for start in range(0, len(headers), length)]
-    return zip(*rows[rank::-1], *rows[:rank:-1], strict=True)
+    return zip(*(rows[(comm.rank - rank) % size] for rank in range(size)), strict=True)
 
 
 def texts_with_ranks(texts: list[str], names_of: Callable[[list[int]], str]) -> str:
