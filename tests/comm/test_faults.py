@@ -46,13 +46,15 @@ class WaitingRank:
 
     def __init__(self, rank: int, in_pass: Pass, peer: int, board: Board) -> None:
         self.rank, self.global_ranks = rank, RANKS
-        self.waits: Wait | None = Wait(in_pass, "backward step 0", "message from", peer, 100.0)
+        self.running_wait: Wait | None = Wait(
+            in_pass, "backward step 0", "message from", peer, 100.0
+        )
         self.watch = Watch(self, board)
 
     def break_off(self, verdict: str) -> None: ...
 
     def look(self) -> str | None:
-        return self.watch.look(self.waits, RANKS)
+        return self.watch.look(self.running_wait, RANKS)
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def test_a_circle_in_which_a_rank_goes_on_is_left_alone(clock: Clock) -> None:
     board = Board(HashStore())
     ranks = [WaitingRank(0, A, 1, board), WaitingRank(1, B, 0, board)]
     for second in range(12):
-        ranks[1].waits = Wait(B, f"backward step {second}", "message from", 0, 100.0)
+        ranks[1].running_wait = Wait(B, f"backward step {second}", "message from", 0, 100.0)
         assert verdicts_after(ranks, clock, 1) == [None, None], second
 
 
@@ -108,7 +110,7 @@ def test_a_circle_that_ends_after_6_seconds_is_left_alone(clock: Clock) -> None:
     board = Board(HashStore())
     ranks = [WaitingRank(0, A, 1, board), WaitingRank(1, B, 0, board)]
     assert verdicts_after(ranks, clock, 6) == [None, None]
-    ranks[1].waits = None
+    ranks[1].running_wait = None
     assert verdicts_after(ranks, clock, 6) == [None, None]
 
 
@@ -128,7 +130,7 @@ def test_the_note_of_a_wait_that_has_ended_is_taken_down(clock: Clock) -> None:
     rank = WaitingRank(1, A, 0, board)
     verdicts_after([rank], clock, 4)
     assert board.read("wait", 1)["peer"] == 0
-    rank.waits = None
+    rank.running_wait = None
     verdicts_after([rank], clock, 1)
     assert board.read("wait", 1) is None
 

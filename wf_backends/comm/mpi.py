@@ -145,7 +145,9 @@ class _MpiPending(Pending):
         with deferred_termination() as termination:
             while self.requests:
                 first = self.requests[0]
-                comm.waits = Wait(comm.current_pass, self.label, first.transfer, first.peer, since)
+                comm.running_wait = Wait(
+                    comm.current_pass, self.label, first.transfer, first.peer, since
+                )
                 for is_check_due in polls(comm.timeout):
                     self.poll()
                     if not self.requests or self.requests[0] is not first:
@@ -156,7 +158,7 @@ class _MpiPending(Pending):
                         self._check_peer()
                 else:
                     raise self._failed(first, f"it did not end within {comm.timeout:g} s")
-        comm.waits = None
+        comm.running_wait = None
 
     def _failed(self, request: _MpiRequest, error: object) -> RuntimeError:
         return self.comm.failed(self.label, request.transfer, request.peer, error)

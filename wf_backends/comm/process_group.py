@@ -177,10 +177,10 @@ class _GroupPending(Pending):
     def wait(self) -> None:
         comm, since = self.comm, time.monotonic()
         for transfer, peer, work in self.works:
-            comm.waits = Wait(comm.current_pass, self.label, transfer, peer, since)
+            comm.running_wait = Wait(comm.current_pass, self.label, transfer, peer, since)
             try:
                 work.wait(*self.wait_args)
             except RuntimeError as error:
                 raise comm.failed(self.label, transfer, peer, error) from error
-        comm.waits = None
+        comm.running_wait = None
         self.works, self.keep_alive = [], None

@@ -26,10 +26,9 @@ STUCK_LOOKS = 12  # a circle that stays longer will not end; no message takes so
 class ProcessComm(Communicator):
     """A communicator of processes: waits can be watched, and their errors say where they failed."""
 
+    running_wait: Wait | None = None
     verdict = ""
     """Why the watch ends the running wait."""
-    waits: Wait | None = None
-    """The running wait."""
 
     def start_watch(self) -> None:
         """Start to detect waits that will never end, if the job has a board."""
@@ -43,8 +42,8 @@ class ProcessComm(Communicator):
 
     def failed(self, label: str, transfer: str, peer: int, error: object) -> RuntimeError:
         """The library's error with the ranks and the label, which it does not name."""
-        wait = self.waits or Wait(self.current_pass, label, transfer, peer, time.monotonic())
-        self.waits = None
+        wait = self.running_wait or Wait(self.current_pass, label, transfer, peer, time.monotonic())
+        self.running_wait = None
         self.break_off(self.verdict)  # waits for this rank: their ranks answer, too
         return failure(self, wait, self.verdict or error)
 
@@ -64,9 +63,9 @@ class Watch(Thread):
     def run(self) -> None:
         """Look at the running wait every LOOK_S seconds."""
         while (comm := self._comm()) is not None:
-            wait = comm.waits
+            wait = comm.running_wait
             verdict = self.look(wait, comm.global_ranks)
-            if verdict is not None and comm.waits is wait:
+            if verdict is not None and comm.running_wait is wait:
                 comm.break_off(verdict)
                 return
             del comm
@@ -87,10 +86,14 @@ class Watch(Thread):
         self._wait = wait
         note = note_of(wait, global_ranks) | {"looks": self._num_looks}
         self._board.write("wait", self._global_rank, note)
-        circle = self._circle()
-        self._circles.append(circle)
-        stuck = circle and all(self._is_stuck(rank, note) for rank, note in circle.items())
-        if not stuck or len({note["tag"] for note in circle.values()}) == 1:
+        self._circles.append(self._circle())
+        return self._verdict(self._circles[-1])
+
+    def _verdict(self, circle: dict[int, Note]) -> str | None:
+        """The verdict on the latest circle, if it stays and its ranks are in different passes."""
+        if not circle or not all(self._is_stuck(rank, note) for rank, note in circle.items()):
+            return None
+        if len({note["tag"] for note in circle.values()}) == 1:
             return None
         waits = "; ".join(
             f"rank {rank} in {note['where']} for {note['transfer']} rank {note['peer']}"
