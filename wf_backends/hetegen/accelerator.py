@@ -106,14 +106,13 @@ class Accelerator(Lanes):
             return self._copy_in_thread(rows, pinned, slab, after)
         if after is not None:
             after.event.wait(self._link_stream)
-        source, task = rows, 0
-        if pinned is not None:
+        if pinned is None:
+            self.streams.copy(self._link_stream, rows, slab)
+        else:
             last_task = self._staged.get(pinned.data_ptr(), 0)
-            source, task = pinned, worker.thread.copy(rows, pinned, last_task)
-            self._staged[pinned.data_ptr()] = task
+            task = self._staged[pinned.data_ptr()] = worker.thread.copy(rows, pinned, last_task)
             worker.finish_before(self._link_stream, task)
-        self.streams.copy(self._link_stream, source, slab)
-        if pinned is not None:
+            self.streams.copy(self._link_stream, pinned, slab)
             worker.start_after(self._link_stream, task)
         return StreamEnd(self._record(self._link_stream))
 
