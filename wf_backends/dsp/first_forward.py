@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from math import inf
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,15 @@ def receivers(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if callable(getattr(m, RECEIVER, None))]
 
 
+class Comparison(NamedTuple):
+    """An output over the ranks, and the same on one rank."""
+
+    what: str
+    error: float  # see `error_between`; inf for another shape
+    tolerance: float
+    of_model: bool  # whether it is the model's own output, and not that of a module inside
+
+
 class FirstForward(Shared):
     """Compares a model's first forward over the ranks with one on a single rank, by one hook.
 
@@ -57,7 +67,7 @@ class FirstForward(Shared):
         self._outputs: dict[str, list[list[tuple[Tensor, Cut | None]]]] = {}
         """The tensors of each call of a module over the ranks, by the module's name."""
         self._kept_bytes, self._compared = 0, False
-        self._errors: list[tuple[str, float, float]] = []  # what differs, error, tolerance
+        self._comparisons: list[Comparison] = []
         self.hook = model.register_forward_pre_hook(self._compare, prepend=True, with_kwargs=True)
 
     def _compare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -82,7 +92,7 @@ class FirstForward(Shared):
                     with self._tracker.paused(), on_one_rank(model, self._sp):
                         on_one = self._run(model, args, kwargs, self._compare_output)
                     for (name, output), (_, expected) in zip(over_ranks, on_one, strict=True):
-                        self._record_error(f"its {name}", output, expected)
+                        self._record(f"its {name}", output, expected, of_model=True)
                 except RuntimeError as error:  # out of memory
                     problem = str(error).splitlines()[0]
         self._conclude(type(model).__name__, problem)
@@ -112,19 +122,20 @@ class FirstForward(Shared):
             part, cut = kept[index] if index < len(kept) else (whole, None)
             expected = self._tracker.local_part(whole, cut)
             comparable = part if part.shape == expected.shape else expected
-            self._record_error(f"the output of {name}", comparable, expected)
+            self._record(f"the output of {name}", comparable, expected, of_model=False)
 
-    def _record_error(self, what: str, output: Tensor, expected: Tensor) -> None:
+    def _record(self, what: str, output: Tensor, expected: Tensor, of_model: bool) -> None:
         same_shape = output.shape == expected.shape
-        error = error_between(output, expected) if same_shape else float("inf")
-        self._errors.append((what, error, NARROW_TOLERANCES.get(expected.dtype, TOLERANCE)))
+        error = error_between(output, expected) if same_shape else inf
+        tolerance = NARROW_TOLERANCES.get(expected.dtype, TOLERANCE)
+        self._comparisons.append(Comparison(what, error, tolerance, of_model))
 
     def _conclude(self, name: str, problem: str | None) -> None:
         """Raise or warn if the model's own output differs on any rank; inner outputs may differ."""
-        differing = [i for i, (_, error, tolerance) in enumerate(self._errors) if error > tolerance]
-        is_wrong = any(self._errors[i][0].startswith("its ") for i in differing)
-        first = min(differing, default=NO_DIFFERENCE)
-        finding = torch.tensor([problem is not None, is_wrong, first])
+        differing = [i for i, c in enumerate(self._comparisons) if c.error > c.tolerance]
+        is_wrong = any(self._comparisons[i].of_model for i in differing)
+        first_index = min(differing, default=NO_DIFFERENCE)
+        finding = torch.tensor([problem is not None, is_wrong, first_index])
         failed, wrong, firsts = gather_small(self._sp.comm, finding).T.tolist()
         if any(failed):
             text = f"{name} was not verified: {problem or 'another rank could not run it alone'}"
@@ -132,14 +143,14 @@ class FirstForward(Shared):
                 raise ValueError(text)
             return warn(text, self._sp)
         if any(wrong):
-            what, error, tolerance = self._errors[min(firsts)]
-            errors = gather_small(self._sp.comm, torch.tensor(error, dtype=torch.float64))
+            first = self._comparisons[min(firsts)]
+            errors = gather_small(self._sp.comm, torch.tensor(first.error, dtype=torch.float64))
             text = (
-                f"{name} on {self._sp.size} ranks does not give what it gives on one: {what} is "
-                f"the first that differs (by {errors.max():.1e} of its largest element on rank "
+                f"{name} on {self._sp.size} ranks does not give what it gives on one: {first.what} "
+                f"is the first that differs (by {errors.max():.1e} of its largest element on rank "
                 f"{self._sp.comm.global_ranks[int(errors.argmax())]}): {CAUSES}"
             )
-            if self._mode == "strict" or tolerance == TOLERANCE:
+            if self._mode == "strict" or first.tolerance == TOLERANCE:
                 raise NotImplementedError(text)
             warn(text, self._sp)
 
