@@ -223,6 +223,16 @@ def test_a_pool_that_makes_no_entry_of_each_group_is_refused() -> None:
     run_threads(2, rank)
 
 
+def test_entries_of_another_shape_are_refused() -> None:
+    def rank(comm: Any) -> None:
+        attention = CompressedAttention(sequence_parallel(comm))
+        message = r"entries must be \(b, T, d\) for q \(1, 8, 1, 4\), got \(1, 2, 3\)"
+        with pytest.raises(ValueError, match=message):
+            attention(X.unsqueeze(2), X, X[:, :2, :3], NO_CHOICE, 2)
+
+    run_threads(2, rank)
+
+
 def test_only_rows_of_the_same_document_are_needed() -> None:
     layout = ((0, 3), (9, 12)), ((3, 9),)
     assert with_earlier_rows(layout, 2, (0, 2, 12)) == (((0, 3), (7, 12)), ((2, 9),))

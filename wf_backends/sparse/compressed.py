@@ -61,6 +61,17 @@ class Entries(NamedTuple):
     """(s,), how many entries the row may see; on the CPU."""
 
 
+class OwnRows(NamedTuple):
+    """This rank's rows; (s,) each, on the CPU."""
+
+    place: Tensor
+    """Where the row is among the rows that the rank needs."""
+    document: Tensor
+    """The number of its document."""
+    offset: Tensor
+    """Its offset in the document."""
+
+
 class CompressedAttention(Shared):
     """Exact attention of this rank's rows to windows and entries of the whole sequence of `sp`."""
 
@@ -105,18 +116,15 @@ class CompressedAttention(Shared):
         layout, borders = self._layout(x, same, mask, name)
         needed = with_earlier_rows(layout, reach - 1, borders)
         rows = gather_needed(self._sp.comm, layout, needed, x, "groups")
-        place, document, offset = self._places(layout, needed, borders)
-        ends, back = (offset + 1) % ratio == 0, torch.arange(1 - reach, 1)
-        index = (place[ends, None] + back).clamp(min=0)
-        taken = rows.index_select(1, index.flatten().to(x.device)).unflatten(1, index.shape)
-        about = offset[ends, None] + back >= 0, ends.nonzero().flatten()
-        own = pool(Groups(taken, *(y.to(x.device) for y in about)))
-        if own.dim() != 3 or own.shape[:2] != taken.shape[:2]:
-            got = f"{tuple(own.shape)} for groups.rows {tuple(taken.shape)}"
+        own_rows = self._own_rows(layout, needed, borders)
+        groups = _ending_groups(rows, own_rows, ratio, reach)
+        own = pool(groups)
+        if own.dim() != 3 or own.shape[:2] != groups.rows.shape[:2]:
+            got = f"{tuple(own.shape)} for groups.rows {tuple(groups.rows.shape)}"
             raise ValueError(f"pool must return (b, n, d), got {got}")
         owned = _entries_of(layout, ratio, borders)
         values = gather_needed(self._sp.comm, owned, None, own, "entries")
-        return Entries(values, *_visible(document, offset, ratio, borders))
+        return Entries(values, *_visible(own_rows, ratio, borders))
 
     @eager
     def __call__(
@@ -168,10 +176,11 @@ class CompressedAttention(Shared):
         needed = with_earlier_rows(layout, window - 1, borders)
         with torch.autocast(q.device.type, enabled=False):
             keys = gather_needed(self._sp.comm, layout, needed, kv, "window")
-            place, document, offset = self._places(layout, needed, borders)
-            in_window = torch.stack((place - offset.clamp(max=window - 1), place + 1))
+            own_rows = self._own_rows(layout, needed, borders)
+            place, earlier = own_rows.place, own_rows.offset.clamp(max=window - 1)
+            in_window = torch.stack((place - earlier, place + 1))
             if chosen is None:
-                first, count = _visible(document, offset, ratio, borders)
+                first, count = _visible(own_rows, ratio, borders)
                 of_entries = entries, torch.stack((first, first + count))
                 make = KeyRanges, KeyRanges
             else:
@@ -191,15 +200,21 @@ class CompressedAttention(Shared):
         borders = mask.cu_seqlens or (0, sum(rows))
         return layout_of(self._sp.config.layout, rows, mask, "rows"), borders
 
-    def _places(
-        self, layout: Layout, needed: Layout, borders: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each of this rank's rows: its place among the needed rows, the number of its document,
-        and its offset in it; (s,) each, on the CPU."""
+    def _own_rows(self, layout: Layout, needed: Layout, borders: tuple[int, ...]) -> OwnRows:
         shard, held = layout[self._sp.rank], needed[self._sp.rank]
         rows, starts = positions(shard), torch.tensor(borders)
         document = torch.searchsorted(starts, rows, right=True) - 1
-        return positions(locate(shard, held)), document, rows - starts[document]
+        return OwnRows(positions(locate(shard, held)), document, rows - starts[document])
+
+
+def _ending_groups(rows: Tensor, own_rows: OwnRows, ratio: int, reach: int) -> Groups:
+    """The groups that end in this rank's rows. rows: (b, needed rows, c)."""
+    last = ((own_rows.offset + 1) % ratio == 0).nonzero().flatten()
+    back = torch.arange(1 - reach, 1)
+    places = (own_rows.place[last, None] + back).clamp(min=0)  # (n, reach)
+    is_there = own_rows.offset[last, None] + back >= 0
+    taken = rows.index_select(1, places.flatten().to(rows.device)).unflatten(1, places.shape)
+    return Groups(taken, is_there.to(rows.device), last.to(rows.device))
 
 
 def _first_entries(ratio: int, borders: Sequence[int]) -> list[int]:
@@ -208,11 +223,10 @@ def _first_entries(ratio: int, borders: Sequence[int]) -> list[int]:
     return list(accumulate(numbers, initial=0))
 
 
-def _visible(
-    document: Tensor, offset: Tensor, ratio: int, borders: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """`first` and `count` of `Entries`, of rows with these documents and offsets."""
-    return torch.tensor(_first_entries(ratio, borders))[document], (offset + 1) // ratio
+def _visible(own_rows: OwnRows, ratio: int, borders: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """`first` and `count` of `Entries`."""
+    first = torch.tensor(_first_entries(ratio, borders))
+    return first[own_rows.document], (own_rows.offset + 1) // ratio
 
 
 @lru_cache(maxsize=64)
@@ -232,7 +246,9 @@ def _check_entries(entries: Tensor, chosen: Tensor | None, q: Tensor, kv: Tensor
         got = f"q {tuple(q.shape)}, kv {tuple(kv.shape)}"
         raise ValueError(f"q and kv must be the same rows, got {got}")
     if entries.dim() != 3 or (len(entries), entries.shape[2]) != (len(q), q.shape[3]):
-        raise ValueError(f"entries must be (b, T, d) for q {tuple(q.shape)}, got {entries.shape}")
+        raise ValueError(
+            f"entries must be (b, T, d) for q {tuple(q.shape)}, got {tuple(entries.shape)}"
+        )
     if entries.dtype != q.dtype:
         raise ValueError(f"entries must have q's dtype, {q.dtype}, got {entries.dtype}")
     if chosen is None:
