@@ -287,6 +287,27 @@ def test_a_batch_of_one_or_two_tokens_is_trained_and_a_later_one_is_compared(
     assert run_threads(2, rank) == [[True, False]] * 2
 
 
+class Attends(nn.Module):
+    """A model without parameters."""
+
+    def set_sequence_parallel(self, sp: Any) -> None:
+        self.sp = sp
+
+    def forward(self, input_ids: Tensor, position_ids: Any = None) -> Tensor:
+        x = input_ids[..., None, None].double().expand(-1, -1, 2, 8) / 32
+        return self.sp.attention(x, x, x, causal=True).flatten(2)
+
+
+def test_a_model_without_parameters_is_compared() -> None:
+    def rank(comm: Any) -> bool:
+        sp, model = sequence_parallel(comm), Attends()
+        handle = attach_by(STRICT, model, sp, lambda: attach_model(model, sp))
+        handle.shard_batch(batch(2, 24))
+        return handle.awaits_first
+
+    assert run_threads(2, rank) == [False] * 2
+
+
 def test_parts_of_a_single_row_are_compared() -> None:
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm, "contiguous"), build("llama", "sdpa", {}).float()

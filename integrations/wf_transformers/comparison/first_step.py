@@ -88,7 +88,7 @@ class FirstStep:
             return
         if batch is not None and tokens is not None:
             batch = with_required_positions(self.model, batch)
-        device = next(self.model.parameters()).device
+        device = next(self.model.parameters(), torch.empty(0)).device
         if batch is not None and device.type != "cpu":  # on a CPU they may be offloaded
             # a training loop may move the batch to the device later
             batch = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in batch.items()}
