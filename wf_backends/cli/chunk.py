@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
@@ -56,16 +55,34 @@ def chunk(
     budget = checked_budget(memory, max_slowdown)
     if find_longest and not isinstance(budget.memory, int):
         raise ValueError("--longest needs --max-memory as a size, such as 8GB")
-    rates = None if measure else Rates()
-    settings = _Settings(model, batch, attention, memory, max_slowdown, rates)
-    max_seqlen = _find_longest(settings, layers) if find_longest else None
+
+    limits: list[str] = []  # why lengths are too long, if it is not the budget; the shortest last
+
+    def make_profiles(tokens: int, num_layers: int | None) -> Profiles:
+        positive("--batch times --seqlen", batch * tokens, MAX_TOKENS)
+        arguments = model, tokens, batch, attention, num_layers
+        skeleton, inputs = call_reader(SKELETONS, "chunk", *arguments)
+        return memory_profiles(skeleton, inputs, memory, max_slowdown, None if measure else Rates())
+
+    def fits(tokens: int) -> bool:
+        try:
+            make_profiles(tokens, layers or None)  # the peak is that of one layer of some kind
+            return True
+        except ValueError as error:
+            if not isinstance(error, BudgetError):
+                limits.append(f"not {tokens} tokens: {error}")
+            return False
+
+    max_seqlen = longest(fits, TOKEN_STEP) if find_longest else None
+    for reason in limits[-1:]:
+        print(reason, file=sys.stderr)
     try:
-        profiles = settings.profiles(seqlen, layers)
+        profiles = make_profiles(seqlen, layers)
     except BudgetError as error:
         if not max_seqlen:
             raise
         print(f"{seqlen} tokens: {error}\n{max_seqlen} tokens are shown instead.", file=sys.stderr)
-        seqlen, profiles = max_seqlen, settings.profiles(max_seqlen, layers)
+        seqlen, profiles = max_seqlen, make_profiles(max_seqlen, layers)
     if picture is not None:
         limit = budget.in_bytes(profiles.plan.peak_before).memory
         draw_memory(profiles, limit, picture, f"{model.name}, {seqlen} tokens")
@@ -77,48 +94,6 @@ def chunk(
         tokens = max_seqlen or f"less than {TOKEN_STEP}"
         print(f"longest sequence within {max_memory}: {tokens} tokens")
     Console().print(_table(profiles))
-
-
-class _Settings(NamedTuple):
-    """A model and a budget, for sequences of any length."""
-
-    model: Path
-    batch: int
-    attention: str
-    memory: str | float | None
-    max_slowdown: float
-    rates: Rates | None
-    """Of the machine; None: they are measured."""
-
-    def profiles(self, seqlen: int, layers: int | None) -> Profiles:
-        """The memory over a run of the first `layers` layers; 0: all; None: one of each kind."""
-        positive("--batch times --seqlen", self.batch * seqlen, MAX_TOKENS)
-        arguments = self.model, seqlen, self.batch, self.attention, layers
-        skeleton, inputs = call_reader(SKELETONS, "chunk", *arguments)
-        return memory_profiles(skeleton, inputs, self.memory, self.max_slowdown, self.rates)
-
-
-def _find_longest(settings: _Settings, layers: int) -> int:
-    """The longest sequence that fits the budget, a multiple of TOKEN_STEP; 0 if none fits.
-
-    If something else than the budget forbids a longer one, that is said.
-    """
-    limits = list[str]()  # the shortest length last
-
-    def fits(tokens: int) -> bool:
-        try:
-            settings.profiles(tokens, layers or None)  # the peak is in one layer of some kind
-        except BudgetError:
-            return False
-        except ValueError as error:
-            limits.append(f"not {tokens} tokens: {error}")
-            return False
-        return True
-
-    max_seqlen = longest(fits, TOKEN_STEP)
-    for reason in limits[-1:]:
-        print(reason, file=sys.stderr)
-    return max_seqlen
 
 
 def _memory(text: str) -> str | float | None:
