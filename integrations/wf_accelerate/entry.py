@@ -94,7 +94,8 @@ def _connect(
     if "forward" in vars(model) and not (has_fused_head(model) or has_fused_loss(model)):
         raise NotImplementedError(
             f"the forward of this {type(model).__name__} was replaced by {model.forward}, as "
-            f"Trainers with a fused loss do: it would compute the loss of this rank's tokens only"
+            f"Trainers with a fused loss do: it would compute the loss of this rank's tokens only. "
+            'Choose another loss: SFTConfig(loss_type="nll") in TRL 1.7 to 1.14'
         )
     sp = SequenceParallel(config, own_group(config.timeout))
     settle_at_exit()  # Trainers do not destroy the process group that they started

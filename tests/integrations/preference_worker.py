@@ -7,7 +7,6 @@ configuration "wallfacer", null for a job without it. Models are in float64.
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ import wf_accelerate
 from tests.integrations import trl_jobs
 from tests.integrations.accelerate_worker import run_cases
 from tests.integrations.deepspeed_jobs import VOCABULARY, tiny_llama
+from tests.integrations.trl_jobs import HAS_FUSED_HEAD, RELEASE
 
 STEPS, SAMPLES = 3, 24
-HAS_FUSED_HEAD = int(version("trl").split(".")[0]) > 0
 Options = dict[str, Any]
 
 
@@ -162,7 +161,7 @@ def policy_trainer(
     dtype: torch.dtype,
 ) -> Any:
     lengths = {"max_completion_length": 20}
-    lengths |= {} if HAS_FUSED_HEAD else {"max_prompt_length": 16}  # TRL 1.16 has no such option
+    lengths |= {} if RELEASE >= (0, 29) else {"max_prompt_length": 16}  # TRL 1 has no such option
     config = config_class(**arguments, **options, **lengths)  # it starts the job: before its state
     policy, folder, job = (
         tiny_llama().to(dtype),
@@ -189,7 +188,7 @@ def reward(arguments: Options, options: Options, dtype: torch.dtype = torch.floa
     return recording(RewardTrainer)(
         reward_model().to(dtype),
         RewardConfig(**arguments, **options, max_length=64),
-        train_dataset=preferences() if HAS_FUSED_HEAD else tokenized(preferences()),
+        train_dataset=preferences() if RELEASE >= (0, 29) else tokenized(preferences()),
         processing_class=make_tokenizer(),
     )
 

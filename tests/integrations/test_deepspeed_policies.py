@@ -6,7 +6,6 @@ The script has no line of ours: jobs of four gloo ranks, two sequences on two ea
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,7 @@ pytest.importorskip("trl", reason="TRL is not installed", exc_type=ImportError)
 
 from tests.integrations.accelerate_jobs import Results  # noqa: E402
 from tests.integrations.deepspeed_jobs import tiny_llama  # noqa: E402
-from tests.integrations.trl_jobs import run_trl  # noqa: E402
+from tests.integrations.trl_jobs import RELEASE, run_trl  # noqa: E402
 from tests.long import selected_cases  # noqa: E402
 from wf_deepspeed import trainers  # noqa: E402
 from wf_transformers.whole_batches import trl_trainers  # noqa: E402
@@ -26,7 +25,6 @@ from wf_transformers.whole_batches import trl_trainers  # noqa: E402
 pytestmark = pytest.mark.deepspeed
 
 RING = {"sequence_parallel_size": 2, "route": {"name": "ring"}}
-HAS_FUSED_HEAD = int(version("trl").split(".")[0]) > 0
 GENERATIONS = {"num_generations": 4, "gradient_accumulation_steps": 2}
 REUSED = GENERATIONS | {"beta": 0.1, "num_iterations": 2}
 AT_ONCE = {"per_device_train_batch_size": 4}  # no accumulation
@@ -51,7 +49,7 @@ CASES = {
         "grpo", 3, GENERATIONS | {"ds3_gather_for_generation": False}, gradient_checkpointing=True
     ),
 }
-if HAS_FUSED_HEAD:
+if RELEASE >= (0, 29):
     CASES |= {
         "grpo_entropy": case(
             "grpo", 2, GENERATIONS | {"top_entropy_quantile": 0.9, "log_completions": True}
@@ -122,7 +120,7 @@ def test_an_evaluation_of_a_policy_before_its_training_is_refused() -> None:
 def test_a_trainer_that_generates_in_a_way_of_its_own_is_refused(method: str) -> None:
     """Before its loaders; nothing would make its ranks draw alike. RLOO and PPO of TRL 0.19 have a
     `train` of their own, and call the other method when they are made."""
-    package = "trl.experimental.online_dpo" if HAS_FUSED_HEAD else "trl.trainer"
+    package = "trl.experimental.online_dpo" if RELEASE >= (0, 29) else "trl.trainer"
     trainer_class = import_module(f"{package}.online_dpo_trainer").OnlineDPOTrainer
     trainer = object.__new__(type("Mine", (trainer_class,), {}))
     trainer.model = tiny_llama()

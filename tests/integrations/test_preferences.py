@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ from trl import LogCompletionsCallback  # noqa: E402
 import wf_accelerate  # noqa: E402
 from tests.integrations.accelerate_jobs import Results  # noqa: E402
 from tests.integrations.deepspeed_jobs import tiny_llama  # noqa: E402
-from tests.integrations.trl_jobs import CONCENTRIC, run_trl  # noqa: E402
+from tests.integrations.trl_jobs import CONCENTRIC, HAS_FUSED_HEAD, RELEASE, run_trl  # noqa: E402
 from tests.long import selected_cases  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_transformers import Handle, attach_model  # noqa: E402
@@ -35,11 +34,10 @@ from wf_transformers.whole_batches.trl_trainers import connect_trl, set_generati
 
 TWO_GROUPS = {"sequence_parallel_size": 2, "route": "ring"}
 ACCUMULATION = {"gradient_accumulation_steps": 2}
-HAS_FUSED_HEAD = int(version("trl").split(".")[0]) > 0
 GENERATIONS = {"num_generations": 4, "gradient_accumulation_steps": 2}
 OVER_GROUPS = {"num_generations": 4, "top_entropy_quantile": 0.9, "scale_rewards": "batch"}
 """Completions of a prompt in both groups; a quantile and a deviation over the samples of both."""
-if HAS_FUSED_HEAD:
+if RELEASE >= (0, 29):
     DPO_AND_SFT_LOSS: dict[str, Any] = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
 else:
     DPO_AND_SFT_LOSS = {"rpo_alpha": 0.5}
@@ -62,7 +60,7 @@ CASES = {
     "reward": case("reward", CONCENTRIC),
     "reward_groups": case("reward", TWO_GROUPS, {"center_rewards_coefficient": 0.1}),
 }
-if HAS_FUSED_HEAD:
+if RELEASE >= (0, 29):
     CASES |= {
         "rloo": case("rloo", TWO_GROUPS, {"beta": 0.1, "normalize_advantages": True} | GENERATIONS),
         "grpo_over_groups": case("grpo", TWO_GROUPS, OVER_GROUPS),
@@ -198,8 +196,8 @@ def test_vllm_is_refused(tmp_path: Path) -> None:
 )
 def test_a_trainer_that_generates_in_a_way_of_its_own_is_refused(file: str, name: str) -> None:
     """Before it trains: its model's `generate` would end at the first step."""
-    package = "trl.experimental" if HAS_FUSED_HEAD else "trl.trainer"
-    file = file if HAS_FUSED_HEAD else file.split(".")[1]
+    package = "trl.experimental" if RELEASE >= (0, 29) else "trl.trainer"
+    file = file if RELEASE >= (0, 29) else file.split(".")[1]
     trainer_class = getattr(import_module(f"{package}.{file}"), name)
     trainer = object.__new__(type("Mine", (trainer_class,), {}))
     trainer.args, trainer.model = SimpleNamespace(n_gpu=1), tiny_llama()
@@ -218,10 +216,10 @@ def test_a_mean_over_tokens_beside_a_loss_of_its_own_is_refused(tmp_path: Path) 
 def test_remove_restores_a_grpo_trainer(tmp_path: Path) -> None:
     trainer = make_grpo_trainer(tmp_path, beta=0.1)  # with beta there is a reference model
     methods = ["evaluation_loop", "prediction_step", "compute_loss"]
-    methods += [] if HAS_FUSED_HEAD else ["_get_per_token_logps"]
+    methods += [] if RELEASE >= (0, 29) else ["_get_per_token_logps"]
     batch_size = trainer.args.generation_batch_size
     with wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1}):
-        assert HAS_FUSED_HEAD or "_get_per_token_logps" in vars(trainer)
+        assert RELEASE >= (0, 29) or "_get_per_token_logps" in vars(trainer)
         assert "evaluation_loop" in vars(trainer) and "generate" in vars(trainer.model)
         assert trainer.ref_model._forward_pre_hooks
     assert not set(methods) & set(vars(trainer))

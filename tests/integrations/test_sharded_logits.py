@@ -34,7 +34,10 @@ from wf_transformers.whole_batches.log_probabilities import (  # noqa: E402
     LogProbabilityHooks,
     generate_alone,
 )
-from wf_transformers.whole_batches.sharded_logits import log_softmax_of  # noqa: E402
+from wf_transformers.whole_batches.sharded_logits import (  # noqa: E402
+    entropies_of,
+    log_softmax_of,
+)
 from wf_transformers.whole_batches.trl_trainers import attach_reference  # noqa: E402
 
 VOCAB, SAMPLES, SEQLEN, COMPLETION = 96, 3, 26, 11
@@ -89,6 +92,29 @@ def preference_loss(model: Any) -> tuple[Tensor, Tensor]:
     return log_probs.sum(-1).square().sum() + entropy, logits[1:][valid[1:]].mean().detach()
 
 
+def label_entropies(logits: Tensor) -> Tensor:
+    return -(logits.log_softmax(-1).exp() * logits.log_softmax(-1)).sum(-1)
+
+
+def paired_loss(model: Any) -> tuple[Tensor, Tensor]:
+    """As DPOTrainer and KTOTrainer from TRL 0.29 to 1.14: (squares of the samples'
+    log-probabilities and the cross entropy of the second half's valid tokens; for the log the
+    entropies and the first half's mean logits)."""
+    batch = padded_batch(on_the_left=False)
+    logits = model(**batch).logits[..., :-1, :].contiguous().div_(0.7)
+    labels, valid = batch["input_ids"][:, 1:], batch["attention_mask"][:, 1:].bool()
+    log_probs = log_softmax_of(label_log_probs, logits, labels) * valid
+    _, rejected = logits.chunk(2, dim=0)
+    assert rejected.size(0) == 1
+    entropy = cross_entropy(rejected[valid[2:]], labels[2:][valid[2:]])
+    first = torch.tensor([0, 1])
+    chosen = logits.detach().index_select(0, first)
+    with torch.no_grad():
+        entropies = entropies_of(label_entropies, logits.detach())[valid]
+    means = chosen[valid[first]].mean(-1)
+    return log_probs.sum(-1).square().sum() + entropy, torch.cat((entropies, means))
+
+
 def odds_loss(model: Any) -> tuple[Tensor, Tensor]:
     """As ORPOTrainer and KTOTrainer: (the cross entropy of two samples, for the log the mean of
     their logits and others' sum)."""
@@ -110,6 +136,7 @@ def score_loss(model: Any) -> tuple[Tensor, Tensor]:
 LOSSES = {
     "policy": (policy_loss, "ForCausalLM"),
     "preference": (preference_loss, "ForCausalLM"),
+    "paired": (paired_loss, "ForCausalLM"),
     "odds": (odds_loss, "ForCausalLM"),
     "scores": (score_loss, "ForSequenceClassification"),
 }
@@ -209,6 +236,9 @@ def test_pixels_are_not_moved_if_there_are_as_many_tokens_as_pixels_of_a_patch(
 USES_OF_LOGITS: dict[str, Callable[[Any], Any]] = {
     "mean": lambda logits: logits.mean(),
     "one token": lambda logits: logits[0, 0],
+    "chunks of tokens": lambda logits: logits.chunk(2, dim=1),
+    "selected tokens": lambda logits: logits.index_select(1, torch.tensor([0])),
+    "a mean over samples": lambda logits: logits[torch.ones(3, 26, dtype=torch.bool)].mean(0),
     "softmax": lambda logits: torch.softmax(logits, -1),
     "smoothed cross entropy": lambda logits: cross_entropy(
         torch.flatten(logits, end_dim=1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from tests.integrations.accelerate_jobs import Results, run_with_and_without
 from tests.integrations.deepspeed_jobs import VOCABULARY
 
+RELEASE = tuple(map(int, version("trl").split(".")[:2]))  # (1, 16) for TRL 1.16.0
+HAS_FUSED_HEAD = RELEASE >= (1, 15)
 CONCENTRIC = {"sequence_parallel_size": 4, "route": {"name": "concentric", "team_size": 2}}
 
 

@@ -1,7 +1,7 @@
 """Models of TRL's trainers that compute a loss from log-probabilities (DPO, GRPO and others).
 
-Trainers of TRL 0.19 compute them from logits: the model, called with whole batches and without
-labels, returns `ShardedLogits`. In TRL 1.16 a fused LM head returns them (see custom_loss.py).
+Trainers of TRL before 1.15 compute them from logits: the model, called with whole batches and
+without labels, returns `ShardedLogits`. Since 1.15 a fused LM head returns them: custom_loss.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,14 +34,23 @@ from wf_transformers.whole_batches.hooks import WHOLE_LOGITS, WholeBatchHooks
 from wf_transformers.whole_batches.sharded_logits import (
     LocalStates,
     ShardedLogits,
+    entropies_of,
     log_softmax_of,
     rolled,
 )
 
-LOG_SOFTMAX = "selective_log_softmax"
-"""TRL's function of (logits, index), which its trainers' files import."""
-CALLERS = ("concatenated_forward", "get_batch_logps", "_get_per_token_logps")
-"""Methods of trainers that call it: of DPO, of CPO, ORPO and KTO, and of GRPO."""
+FUNCTIONS = MappingProxyType(
+    {"selective_log_softmax": log_softmax_of, "entropy_from_logits": entropies_of}
+)
+"""TRL's functions of logits, which its trainers' files import, and what takes `ShardedLogits`."""
+CALLERS = (
+    "concatenated_forward",  # DPO before 0.29
+    "compute_ref_log_probs",  # DPO since 0.29, KTO since 1.9
+    "get_batch_logps",  # CPO, ORPO, KTO
+    "_get_per_token_logps",  # GRPO of 0.19
+    "_get_per_token_logps_and_entropies",  # GRPO since 0.20, RLOO
+)
+"""Methods of trainers that call them, also outside of `compute_loss`."""
 COUNTS_VALID_TOKENS = "OPTLearnedPositionalEmbedding"
 """A module that gives positions to valid tokens only. Without position_ids others count padding."""
 
@@ -49,33 +58,31 @@ COUNTS_VALID_TOKENS = "OPTLearnedPositionalEmbedding"
 def makes_log_probabilities(trainer: Any) -> bool:
     """Whether a trainer of TRL computes its loss from log-probabilities: it has a method of
     CALLERS, or a fused head and a reference model (which may be None)."""
-    if any(hasattr(trainer, name) for name in CALLERS):
-        return bool(_files(type(trainer)))
+    if _files(type(trainer)) and any(hasattr(trainer, name) for name in CALLERS):
+        return True
     return hasattr(trainer, "ref_model") and any(map(has_fused_head, outermost(trainer.model)))
 
 
 def take_sharded_logits(trainer: Any, handle: Handle) -> None:
     """Let a trainer compute log-probabilities from `ShardedLogits`, until `handle.remove()`."""
-    call = partial(_with_log_softmax, _files(type(trainer)))
     for name in CALLERS:
         if hasattr(trainer, name):
-            handle.replace(trainer, name, call)
+            handle.replace(trainer, name, partial(with_sharded_logits, trainer))
+
+
+def with_sharded_logits(trainer: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a method of a trainer, with functions that take `ShardedLogits` in place of TRL's."""
+    with ExitStack() as stack:
+        for file in _files(type(trainer)):
+            for name in FUNCTIONS.keys() & vars(file).keys():
+                stack.enter_context(temporarily_replace(file, name, FUNCTIONS[name]))
+        return method(*args, **kwargs)
 
 
 def _files(trainer_class: type) -> list[ModuleType]:
-    """The files of TRL with the class or a base of it that import TRL's function."""
+    """The files of TRL with the class or a base of it that import TRL's functions of logits."""
     files = (sys.modules[cls.__module__] for cls in trainer_class.__mro__)
-    return [f for f in files if f.__name__.startswith("trl.") and hasattr(f, LOG_SOFTMAX)]
-
-
-def _with_log_softmax(
-    files: list[ModuleType], method: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Call a method of a trainer, with `log_softmax_of` in place of TRL's function."""
-    with ExitStack() as stack:
-        for file in files:
-            stack.enter_context(temporarily_replace(file, LOG_SOFTMAX, log_softmax_of))
-        return method(*args, **kwargs)
+    return [f for f in files if f.__name__.startswith("trl.") and FUNCTIONS.keys() & vars(f).keys()]
 
 
 class LogProbabilityHooks(WholeBatchHooks):

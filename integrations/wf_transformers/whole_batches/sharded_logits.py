@@ -27,12 +27,12 @@ DEFAULT_OPTIONS = {"reduction": "mean", "label_smoothing": 0.0}
 UNSUPPORTED_USE = (
     "these logits lie on the ranks of the sequence, a row with its token. What can be made of "
     "them: slices of samples and tokens, a quotient by a number, the argmax of each row, TRL's "
-    "selective_log_softmax, cross entropy with its mean, and the mean of the rows that a mask "
-    "chooses. For anything else ask for logits of all ranks, the memory of one device: "
-    "model(**batch, whole_logits=True) (in a subclass of a Trainer: super().compute_loss(model, "
-    '{**inputs, "whole_logits": True}, *args, **kwargs)), or, without DeepSpeed, connect(..., '
-    "whole_logits=True) or connect_trainer(..., whole_logits=True) once; whole_logits=False gives "
-    "this rank's"
+    "selective_log_softmax and entropy_from_logits, cross entropy with its mean, and the mean of "
+    "the rows that a mask chooses. For anything else ask for logits of all ranks, the memory of "
+    "one device: model(**batch, whole_logits=True) (in a subclass of a Trainer: "
+    'super().compute_loss(model, {**inputs, "whole_logits": True}, *args, **kwargs)), or, without '
+    "DeepSpeed, connect(..., whole_logits=True) or connect_trainer(..., whole_logits=True) once; "
+    "whole_logits=False gives this rank's"
 )
 
 
@@ -103,6 +103,9 @@ class ShardedLogits(Unusable):
         samples, _, vocabulary = self.local.shape
         return torch.Size((samples, len(self.tokens), vocabulary))
 
+    def size(self, dim: int) -> int:
+        return self.shape[dim]
+
     @property
     def device(self) -> torch.device:
         return self.local.device
@@ -114,14 +117,18 @@ class ShardedLogits(Unusable):
     def __truediv__(self, number: float) -> ShardedLogits:
         return replace(self, local=self.local / number)
 
+    def div_(self, number: float) -> ShardedLogits:
+        self.local.div_(number)
+        return self
+
     def __getitem__(self, key: Any) -> Any:
         """Slices of samples and tokens, or a list of samples; for a boolean mask (b, n)
-        `AveragedLogits`.
+        `SelectedLogits`.
 
         One sample keeps its dimension: logits[0] is (1, n, V).
         """
         if isinstance(key, Tensor):
-            return AveragedLogits(self, key)
+            return SelectedLogits(self, key)
         samples, tokens, *others = _with_all_dims(key if isinstance(key, tuple) else (key,))
         samples = slice(samples, samples + 1) if isinstance(samples, int) else samples
         are_slices = isinstance(samples, slice | list) and isinstance(tokens, slice)
@@ -139,11 +146,30 @@ class ShardedLogits(Unusable):
             self._refuse_use()
         return FlattenedLogits(self)
 
-    def detach(self) -> AveragedLogits:
-        return AveragedLogits(replace(self, local=self.local.detach()), None)
+    def detach(self) -> ShardedLogits:
+        return replace(self, local=self.local.detach())
+
+    def chunk(self, chunks: int, dim: int) -> tuple[ShardedLogits, ...]:
+        """Parts of the samples."""
+        if dim != 0:
+            self._refuse_use()
+        parts = torch.arange(len(self.local)).chunk(chunks)
+        return tuple(self[int(part[0]) : int(part[-1]) + 1] for part in parts)
+
+    def index_select(self, dim: int, index: Tensor) -> ShardedLogits:
+        """Some samples."""
+        if dim != 0:
+            self._refuse_use()
+        return self[index.tolist()]
+
+    def mean(self) -> Tensor:
+        """For a log: it covers padding, too, whose logits are not those of one device."""
+        if self.local.requires_grad:  # a loss of it would be wrong
+            self._refuse_use()
+        return self.row_means().mean()
 
     def nansum(self) -> Tensor:
-        """For a log: without gradients, and as `AveragedLogits.mean` of padding, too."""
+        """For a log: without gradients, and as `mean` of padding, too."""
         return self._gather_tokens(self.local.detach().nansum(-1)).nansum()
 
     def log_probabilities(self, labels: Tensor, log_softmax: LogSoftmax) -> Tensor:
@@ -160,6 +186,10 @@ class ShardedLogits(Unusable):
         if dim not in (-1, 2):
             self._refuse_use()
         return self._gather_tokens(self.local.argmax(-1))
+
+    def entropies(self, entropy: Callable[..., Tensor]) -> Tensor:
+        """(b, n): `entropy(logits)` of each row."""
+        return self._gather_tokens(entropy(self.local))
 
     def row_means(self) -> Tensor:
         """(b, n): the mean of each token's logits."""
@@ -179,19 +209,28 @@ class ShardedLogits(Unusable):
 
 
 @dataclass(frozen=True, eq=False)
-class AveragedLogits(Unusable):
-    """The rows of logits that a mask (b, n) selects. Only their mean can be computed.
-
-    Detached logits have no mask. Their mean, for a log, covers padding, too, whose logits are not
-    those of one device: a loss of it would be wrong.
-    """
+class SelectedLogits(Unusable):
+    """The rows of logits that a mask (b, n) selects: for means and plain cross entropy."""
 
     logits: ShardedLogits
-    mask: Tensor | None
+    mask: Tensor
 
-    def mean(self) -> Tensor:
+    def mean(self, dim: int | None = None) -> Tensor:
+        """Of all elements, or with dim=-1 of each row."""
+        if dim not in (None, -1):
+            self._refuse_use()
         means = self.logits.row_means()
-        return (means if self.mask is None else means[self.mask.view_as(means)]).mean()
+        selected = means[self.mask.view_as(means)]
+        return selected.mean() if dim is None else selected
+
+    def _cross_entropy(self, labels: Tensor, ignore_index: int = -100, **options: Any) -> Tensor:
+        whole = labels.new_full(self.logits.shape[:2], ignore_index)
+        whole[self.mask.view_as(whole)] = labels
+        return cross_entropy(
+            FlattenedLogits(self.logits), whole.flatten(), ignore_index=ignore_index, **options
+        )
+
+    FUNCTIONS = MappingProxyType({cross_entropy: _cross_entropy})
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,6 +263,13 @@ def log_softmax_of(original: LogSoftmax, logits: Any, index: Tensor) -> Tensor:
     if isinstance(logits, ShardedLogits):
         return logits.log_probabilities(index, original)
     return original(logits, index)
+
+
+def entropies_of(original: Callable[..., Tensor], logits: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Replaces TRL's `entropy_from_logits`: the entropy of each row, (b, n)."""
+    if isinstance(logits, ShardedLogits):
+        return logits.entropies(original)
+    return original(logits, *args, **kwargs)
 
 
 def _with_all_dims(key: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from wf_transformers.whole_batches.by_group import FUNCTIONS, GroupsAsProcesses
 from wf_transformers.whole_batches.custom_loss import NUM_ITEMS
 from wf_transformers.whole_batches.hooks import WHOLE_LOGITS
 from wf_transformers.whole_batches.loaders import gathering_by_group, group_size
-from wf_transformers.whole_batches.log_probabilities import hooks_on
+from wf_transformers.whole_batches.log_probabilities import hooks_on, with_sharded_logits
 
 
 def loss_only(_: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,8 @@ def evaluated_by_group(
     gather = trainer.accelerator.gather
     if trainer.gather_function == gather:
         trainer.gather_function = partial(gathering_by_group, trainer.accelerator, gather)
-    return counting_groups(trainer, original, *args, **kwargs)
+    evaluate = partial(with_sharded_logits, trainer, original)
+    return counting_groups(trainer, evaluate, *args, **kwargs)
 
 
 def shared_operations(trainer: Any, original: Callable[..., float], *args: Any) -> float:
@@ -118,7 +119,8 @@ def shared_operations(trainer: Any, original: Callable[..., float], *args: Any) 
 
 def trained_by_group(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces the Trainer's `training_step`: compares the loss before the first step, too."""
-    return counting_groups(trainer, partial(compared_first, trainer, original), *args, **kwargs)
+    step = partial(with_sharded_logits, trainer, partial(compared_first, trainer, original))
+    return counting_groups(trainer, step, *args, **kwargs)
 
 
 def compared_first(
