@@ -1,9 +1,9 @@
 """Runs scripts that call deepspeed.initialize themselves, by replacing functions while they run.
 
 Only `opened()` replaces functions: `deepspeed.initialize` (accelerate and the Hugging Face Trainer
-look it up when they call it), the functions through which all ranks of a sequence-parallel group
-read the same samples with accelerate (`counted_by_group`), and methods of the Trainer
-(`trainers.py`). docs/limits.md lists them.
+look it up when they call it), torch's `init_process_group`, the functions through which all ranks
+of a sequence-parallel group read the same samples with accelerate (`counted_by_group`), and methods
+of the Trainer (`trainers.py`). docs/limits.md lists them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def opened() -> Iterator[None]:
     """In this context, scripts that do not import WallFacer run with the block of their JSON."""
     with ExitStack() as stack:
         stack.enter_context(temporarily_replace(deepspeed, "initialize", _initialize))
+        stack.enter_context(temporarily_replace(dist, "init_process_group", _init_process_group))
         if importlib.util.find_spec("accelerate"):
             from accelerate import Accelerator
 
@@ -41,6 +42,31 @@ def opened() -> Iterator[None]:
             stack.enter_context(counted_by_group(Accelerator, sequence_parallel_size))
             stack.enter_context(methods_replaced())
         yield
+
+
+def _init_process_group(
+    original: Callable[..., None], backend: str | None = None, *args: Any, **kwargs: Any
+) -> None:
+    """Replace torch's init_process_group: a script that calls it gets the group that is there.
+
+    Raises:
+        ValueError: for a backend that the group lacks.
+    """
+    if not dist.is_initialized():
+        return original(backend, *args, **kwargs)
+    there = dist.get_backend_config()
+    if not all(part in there for part in (backend or "").split(",")):
+        raise ValueError(
+            f"init_process_group({backend!r}): python -m wf_deepspeed has made the process group, "
+            f"with {there}, for the devices of this machine; leave the backend out"
+        )
+    if kwargs.get("timeout") is not None:
+        warnings.warn(
+            f"init_process_group(timeout={kwargs['timeout']}): the process group is there, with "
+            "the timeout of python -m wf_deepspeed --timeout=SECONDS",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _initialize(

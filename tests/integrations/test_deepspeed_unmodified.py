@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ pytest.importorskip("transformers", reason="transformers is not installed", exc_
 import accelerate  # noqa: E402
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from transformers import LlamaForSequenceClassification  # noqa: E402
 
 import wf_deepspeed  # noqa: E402
@@ -187,6 +189,26 @@ def test_opened_restores_the_functions_that_it_replaces() -> None:
             assert function is not original
         raise ZeroDivisionError
     assert replaced_functions() == before
+
+
+def test_a_script_that_makes_the_process_group_gets_the_one_that_is_there() -> None:
+    """python -m wf_deepspeed makes one before the script; torch refuses a second one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        there = dist.group.WORLD
+        with wf_deepspeed.opened():
+            dist.init_process_group("gloo", rank=0, world_size=1)
+            dist.init_process_group()
+            assert dist.group.WORLD is there
+            with pytest.raises(ValueError, match=r"init_process_group\('mpi'\)"):
+                dist.init_process_group("mpi")
+            with pytest.warns(RuntimeWarning, match="--timeout=SECONDS"):
+                dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+    finally:
+        dist.destroy_process_group()
+    with wf_deepspeed.opened():  # without a group it is torch's own
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
 
 
 def test_an_engine_without_a_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
