@@ -226,9 +226,8 @@ class SelectedLogits(Unusable):
     def _cross_entropy(self, labels: Tensor, ignore_index: int = -100, **options: Any) -> Tensor:
         whole = labels.new_full(self.logits.shape[:2], ignore_index)
         whole[self.mask.view_as(whole)] = labels
-        return cross_entropy(
-            FlattenedLogits(self.logits), whole.flatten(), ignore_index=ignore_index, **options
-        )
+        flattened = FlattenedLogits(self.logits)
+        return flattened.cross_entropy(whole.flatten(), ignore_index, **options)
 
     FUNCTIONS = MappingProxyType({cross_entropy: _cross_entropy})
 
@@ -243,7 +242,7 @@ class FlattenedLogits(Unusable):
     def device(self) -> torch.device:
         return self.logits.device
 
-    def _cross_entropy(self, labels: Tensor, ignore_index: int = -100, **options: Any) -> Tensor:
+    def cross_entropy(self, labels: Tensor, ignore_index: int = -100, **options: Any) -> Tensor:
         given = {key: x for key, x in options.items() if x is not None}
         if not given.items() <= DEFAULT_OPTIONS.items():
             self._refuse_use()
@@ -251,7 +250,7 @@ class FlattenedLogits(Unusable):
         log_probs = self.logits.log_probabilities(labels.masked_fill(~valid, 0), _log_softmax)
         return -log_probs.flatten()[valid].mean()
 
-    FUNCTIONS = MappingProxyType({cross_entropy: _cross_entropy})
+    FUNCTIONS = MappingProxyType({torch.nn.functional.cross_entropy: cross_entropy})
 
 
 def _log_softmax(logits: Tensor, labels: Tensor) -> Tensor:
