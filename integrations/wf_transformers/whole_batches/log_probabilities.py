@@ -81,8 +81,9 @@ def with_sharded_logits(trainer: Any, method: Callable[..., Any], *args: Any, **
 
 def _files(trainer_class: type) -> list[ModuleType]:
     """The files of TRL with the class or a base of it that import TRL's functions of logits."""
-    files = (sys.modules[cls.__module__] for cls in trainer_class.__mro__)
-    return [f for f in files if f.__name__.startswith("trl.") and FUNCTIONS.keys() & vars(f).keys()]
+    names = {cls.__module__ for cls in trainer_class.__mro__ if cls.__module__.startswith("trl.")}
+    files = (module for name in names if (module := sys.modules.get(name)))
+    return [file for file in files if FUNCTIONS.keys() & vars(file).keys()]
 
 
 class LogProbabilityHooks(WholeBatchHooks):
