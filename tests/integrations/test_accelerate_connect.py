@@ -5,14 +5,16 @@ Without a job of several ranks; the trained results are compared in test_acceler
 
 from __future__ import annotations
 
+import sys
 from copy import deepcopy
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("accelerate", reason="accelerate is not installed", exc_type=ImportError)
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
@@ -183,6 +185,36 @@ def test_a_trainer_of_a_file_that_python_does_not_list_is_connected(tmp_path: Pa
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     trainer = mine(tiny_llama(), arguments)
     wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1}).remove()
+
+
+def test_a_trainer_of_trl_may_ask_for_entropies_of_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the SFTTrainer from TRL 0.22 to 1.14, of which no release is installed for the tests."""
+    file: Any = ModuleType("trl.of_this_test")
+    file.entropy_from_logits = lambda logits: torch.distributions.Categorical(
+        logits=logits
+    ).entropy()
+    monkeypatch.setitem(sys.modules, file.__name__, file)
+    entropies: list[Tensor] = []
+
+    def compute_loss(self: Any, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
+        outputs = model(**inputs)
+        entropies.append(file.entropy_from_logits(outputs.logits[..., :-1, :].detach()))
+        return outputs.loss
+
+    mine: Any = type(
+        "Mine", (Trainer,), {"__module__": file.__name__, "compute_loss": compute_loss}
+    )
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], max_steps=1)
+    ids = batch(1, 12)["input_ids"][0] % VOCABULARY
+    trainer = mine(tiny_llama(), arguments, train_dataset=[{"input_ids": ids, "labels": ids}])
+    expected = file.entropy_from_logits(trainer.model(ids[None]).logits[:, :-1]).detach()
+    with wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1}):
+        trainer.train()
+    assert entropies
+    for actual in entropies:
+        torch.testing.assert_close(actual, expected)
 
 
 def generating_trainer(folder: Path) -> Any:
