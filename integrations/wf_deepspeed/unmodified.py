@@ -50,7 +50,7 @@ def _init_process_group(
     """Replace torch's init_process_group: a script that calls it gets the group that is there.
 
     Raises:
-        ValueError: for a backend that the group lacks.
+        ValueError: for a backend that the group lacks, and for another number of ranks.
     """
     if not dist.is_initialized():
         return original(backend, *args, **kwargs)
@@ -59,6 +59,12 @@ def _init_process_group(
         raise ValueError(
             f"init_process_group({backend!r}): python -m wf_deepspeed has made the process group, "
             f"with {there}, for the devices of this machine; leave the backend out"
+        )
+    size = kwargs.get("world_size", -1)
+    if size not in (-1, dist.get_world_size()):
+        raise ValueError(
+            f"init_process_group(world_size={size}): the process group is there, with all "
+            f"{dist.get_world_size()} ranks of the job; make a smaller one by new_group(ranks)"
         )
     if kwargs.get("timeout") is not None:
         warnings.warn(

@@ -202,6 +202,8 @@ def test_a_script_that_makes_the_process_group_gets_the_one_that_is_there() -> N
             assert dist.group.WORLD is there
             with pytest.raises(ValueError, match=r"init_process_group\('mpi'\)"):
                 dist.init_process_group("mpi")
+            with pytest.raises(ValueError, match="world_size=2.*all 1 ranks"):
+                dist.init_process_group("gloo", rank=0, world_size=2)
             with pytest.warns(RuntimeWarning, match="--timeout=SECONDS"):
                 dist.init_process_group("gloo", timeout=timedelta(seconds=5))
     finally:
