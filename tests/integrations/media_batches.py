@@ -72,6 +72,12 @@ def llava_batch(image_counts: tuple[int, ...] = (3, 1)) -> dict[str, Any]:
     return {"pixel_values": random_normal(sum(image_counts), 3, 8, 8)} | padded(samples)
 
 
+def llama4_batch() -> dict[str, Any]:
+    """With the mask that transformers 4.51 cuts for layers with chunks."""
+    batch = llava_batch()
+    return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
+
+
 def pixtral_batch() -> dict[str, Any]:
     """Two samples, of 3 and 1 images, with 2, 1, 4 and 1 tokens: as many as 4 images of 2."""
     sizes = [(4, 8), (4, 4), (8, 8), (4, 4)]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import deepcopy
-from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +16,10 @@ from tests.integrations.families import (
     MINIMAX_M3,
     MISTRAL_LARGE4,
     SHARED_CHOICE,
-    NoFloat32,
 )
 from tests.integrations.media_batches import (
     AUDIO,
-    AUDIO_START,
     IMAGE,
-    START,
     VIDEO,
     dots3_batch,
     gemma3_batch,
@@ -35,6 +29,7 @@ from tests.integrations.media_batches import (
     idefics2_batch,
     idefics3_batch,
     lfm2_vl_batch,
+    llama4_batch,
     llava_batch,
     llava_next_batch,
     mistral3_batch,
@@ -48,30 +43,37 @@ from tests.integrations.media_batches import (
     qwen_batch,
     voxtral_batch,
 )
+from tests.integrations.media_models_newest import NEWEST
+from tests.integrations.media_parts import (
+    EXPERTS,
+    IMAGES_AND_VIDEOS,
+    OF_4,
+    OF_16,
+    OMNI_AUDIO,
+    OMNI_TOKENS,
+    PATCHES,
+    QWEN2_AUDIO,
+    TEXT,
+    TOKENS,
+    WINDOWS,
+    MediaModel,
+    Part,
+    rope,
+    text,
+)
 from tests.integrations.mixer_models import DELTA
-from tests.integrations.transformers_models import BUILD_LOCK, HEADS, SMALL
+from tests.integrations.transformers_models import BUILD_LOCK
 
 OF_5 = hasattr(tf, "LlavaOnevisionModel")
-TEXT = {**SMALL, **HEADS}
-TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START}
-OMNI_TOKENS = TOKENS | {"audio_token_id": AUDIO, "audio_start_token_id": AUDIO_START}
 MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 # encoders
-PATCHES = {"patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2, "num_heads": 2}
-PATCHES |= {"depth": 2, "hidden_size": 16}
-WINDOWS = {**PATCHES, "window_size": 8, "fullatt_block_indexes": [1], "intermediate_size": 24}
-WINDOWS |= {"out_hidden_size": 32}
 QWEN2 = {k: x for k, x in PATCHES.items() if k != "hidden_size"}
 QWEN2 |= {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
 QWEN3 = {**PATCHES, "intermediate_size": 24, "out_hidden_size": 32, "num_position_embeddings": 16}
 DEEPSTACK = QWEN3 | {"deepstack_visual_indexes": [0]}
 """Its encoder gives features to several layers of the language model."""
 GLM = {**PATCHES, "intermediate_size": 24, "image_size": 8, "out_hidden_size": 32}
-CLIP = {"num_attention_heads": 2, "num_hidden_layers": 2, "image_size": 8, "patch_size": 4}
-OF_4 = {**CLIP, "hidden_size": 16, "intermediate_size": 24}
-OF_16 = {**OF_4, "patch_size": 2}  # patches of an image
 SAM = {"hidden_size": 16, "output_channels": 8, "num_hidden_layers": 2, "mlp_dim": 24}
 SAM |= {"num_attention_heads": 2, "image_size": 32, "patch_size": 4, "window_size": 2}
 SAM |= {"global_attn_indexes": [1]}
@@ -80,9 +82,6 @@ GEMMA4_VISION |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pooling_k
 GEMMA4_VISION |= {"patch_size": 2, "position_embedding_size": 16}
 PERCEIVER = {"resampler_n_latents": 3, "resampler_depth": 2, "resampler_n_heads": 2}
 PERCEIVER |= {"resampler_head_dim": 8, "num_key_value_heads": 1, "hidden_size": 32}
-QWEN2_AUDIO = {"d_model": 16, "encoder_ffn_dim": 32, "encoder_attention_heads": 2}
-QWEN2_AUDIO |= {"encoder_layers": 2, "num_mel_bins": 3, "max_source_positions": 8}
-OMNI_AUDIO = QWEN2_AUDIO | {"output_dim": 32, "max_source_positions": 16}
 VOXTRAL = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 VOXTRAL |= {"num_hidden_layers": 2, "num_mel_bins": 3, "max_source_positions": 8}
 GEMMA4_AUDIO = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -96,68 +95,6 @@ DOTS3_AUDIO |= {"downsample_hidden_size": 8, "adapter_input_size": 16, "adapter_
 PHI4_AUDIO = {"hidden_size": 16, "intermediate_size": 24, "num_blocks": 2, "input_size": 16}
 PHI4_AUDIO |= {"num_attention_heads": 2, "nemo_conv_channels": 8, "ext_pw_out_channel": 16}
 PHI4_AUDIO |= {"depthwise_separable_out_channel": 16, "audio_token_id": AUDIO}
-
-
-@dataclass(frozen=True)
-class Part:
-    """A config of transformers inside another one."""
-
-    config: str
-    sizes: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class MediaModel:
-    """A class of transformers, the fields of its config, and a batch for it."""
-
-    name: str
-    """Without `head`."""
-    sizes: dict[str, Any]
-    batch: Callable[[], dict[str, Any]] = qwen_batch
-    head: str = "ForConditionalGeneration"
-    changes: dict[str, Part] = field(default_factory=dict)
-    """Fields that are set after the config was made."""
-    has_experts: bool = False
-    config: str = ""
-    """The name of its config, if it is not `name` and "Config"."""
-
-    def build(self) -> Any:
-        fields = deepcopy(self.sizes)
-        config_class = getattr(tf, self.config or f"{self.name}Config")
-        config = config_class(**{k: _made(x) for k, x in fields.items()})
-        for key, part in self.changes.items():
-            setattr(config, key, _made(part))
-        if self.has_experts:  # the other implementations have no float64
-            config._experts_implementation = "eager"
-        model = getattr(tf, self.name + self.head)(config)
-        if self.name == "Qwen3OmniMoeThinker":
-            for owner in (model, model.model):  # it joins positions of the dtypes of `float`
-                owner.get_rope_index = _without_float32(owner.get_rope_index)
-        return model
-
-
-def _made(value: Any) -> Any:
-    return getattr(tf, value.config)(**value.sizes) if isinstance(value, Part) else value
-
-
-def _without_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)
-    def wide(*args: Any, **kwargs: Any) -> Any:
-        with NoFloat32():
-            return function(*args, **kwargs)
-
-    return wide
-
-
-def rope(*section: int, **more: Any) -> dict[str, Any]:
-    """Rotary parameters with so many frequencies for time, height and width."""
-    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [*section], **more}
-
-
-def text(model_type: str, **sizes: Any) -> dict[str, Any]:
-    return {"model_type": model_type, **TEXT, **sizes}
-
-
 LLAMA, MISTRAL = Part("LlamaConfig", TEXT), Part("MistralConfig", TEXT)
 COHERE2 = Part("Cohere2Config", {**TEXT, "sliding_window": 5})
 CLIP_VISION = Part("CLIPVisionConfig", OF_4)
@@ -171,7 +108,6 @@ GEMMA3 = {**TEXT, "head_dim": 8, "sliding_window": 3, "sliding_window_pattern": 
 GLM4V = {"pad_token_id": 0, "rope_parameters": rope(1, 1, 2, partial_rotary_factor=1.0)}
 GLM4V_EXPERTS = EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1}
 GLM4V_EXPERTS |= {"topk_group": 1, "head_dim": 8}
-IMAGES_AND_VIDEOS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 
 
 def glm(name: str, **more: Any) -> MediaModel:
@@ -199,7 +135,7 @@ def gemma4(bidirectional: str | None) -> MediaModel:
     return MediaModel("Gemma4", sizes, gemma4_batch)
 
 
-ALL_MODELS = {
+ALL_MODELS = NEWEST | {
     "qwen2_vl": MediaModel("Qwen2VL", {**TEXT, **MROPE, **TOKENS, "vision_config": QWEN2}),
     "qwen2_5_vl": MediaModel("Qwen2_5_VL", {**TEXT, **MROPE, **TOKENS, "vision_config": WINDOWS}),
     "llava": MediaModel("Llava", {**LLAVA, "vision_config": CLIP_VISION}, llava_batch),
@@ -485,6 +421,18 @@ if OF_5:  # PaliGemma of transformers 4 is refused
             "projection_dim": 32,
         },
         paligemma_batch,
+    )
+if tf.__version__ < "5":  # transformers 5.24 reads an output of Llama 4 that is not there
+    ALL_MODELS["llama4"] = MediaModel(
+        "Llama4",
+        {
+            "text_config": {**TEXT, "intermediate_size_mlp": 64, "moe_layers": [], "head_dim": 8}
+            | {"attention_chunk_size": 7},
+            "vision_config": {**OF_16, "intermediate_size": 64, "vision_output_dim": 16}
+            | {"projector_input_dim": 16, "projector_output_dim": 16},
+            "image_token_index": IMAGE,
+        },
+        llama4_batch,
     )
 ALL_OF_TEXT_ALONE = {
     # its encoder of sounds has convolutions

@@ -21,12 +21,8 @@ from tests.integrations.media_batches import (  # noqa: E402
     llava_batch,
     qwen_batch,
 )
-from tests.integrations.media_models import (  # noqa: E402
-    CLIP,
-    MODELS,
-    build,
-    media_batch,
-)
+from tests.integrations.media_models import MODELS, build, media_batch  # noqa: E402
+from tests.integrations.media_parts import CLIP  # noqa: E402
 from tests.integrations.media_ranks import on_ranks, without_labels  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
     BUILD_LOCK,

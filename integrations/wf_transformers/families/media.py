@@ -42,6 +42,7 @@ from wf_transformers.families.media_table import (
     media_keys,
     media_of,
     prefix,
+    rope_axes,
     token_of,
 )
 from wf_transformers.models import windows_of
@@ -60,7 +61,7 @@ def shard_media(
         model: one of the table, such as Qwen2.5-VL or LLaVA, the model passed to `attach`.
         batch: "input_ids" (b, S), other keys of `sp.shard_batch`, and those of the model's
             processor: "pixel_values", "image_sizes", "image_grid_thw", "pixel_values_videos",
-            "video_grid_thw", "second_per_grid_ts"; "position_ids" are (3, b, S) in models with
+            "video_grid_thw", "second_per_grid_ts"; "position_ids" are (axes, b, S) in models with
             such positions.
 
     Returns:
@@ -153,10 +154,10 @@ def _blocks_of_sample(numbers: list[int]) -> tuple[Block, ...]:
 
 
 def rope_positions(model: Any, batch: Mapping[str, Any]) -> Tensor:
-    """(3, b, S): positions in time, height and width."""
+    """(axes, b, S): positions in time, height and width; in HunYuan-VL four."""
     positions = batch.get("position_ids")
     if positions is None and batch.get("cu_seqlens") is not None:
-        raise ValueError("packed documents with media: give position_ids (3, b, S) that restart")
+        raise ValueError("packed documents with media: give position_ids (axes, b, S) that restart")
     if positions is None:
         owner = model if hasattr(model, "get_rope_index") else merging_model(model)
         frames = batch.get(FRAMES)
@@ -171,8 +172,10 @@ def rope_positions(model: Any, batch: Mapping[str, Any]) -> Tensor:
             ids = batch["input_ids"]  # as the Omnis of transformers do without a mask
             return torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
         return owner.get_rope_index(**{key: arguments[key] for key in names if key in arguments})[0]
-    if positions.dim() != 3 or len(positions) != 3:
-        raise ValueError(f"position_ids must be (3, b, S), got {tuple(positions.shape)}")
+    if positions.dim() != 3 or len(positions) != rope_axes(model):
+        raise ValueError(
+            f"position_ids must be ({rope_axes(model)}, b, S), got {tuple(positions.shape)}"
+        )
     return positions
 
 

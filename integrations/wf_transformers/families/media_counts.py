@@ -80,7 +80,20 @@ def equal(_: Any, modality: Modality, media: Tensors, tokens: int) -> list[int]:
 
 def by_grid(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
     """`rows` (media, 3) has the number of patches in time, height and width."""
-    return media[modality.rows].prod(dim=1) // getattr(model.config.vision_config, MERGED) ** 2
+    config = model.config.vision_config
+    side = getattr(config, MERGED, None) or config.merge_size
+    return media[modality.rows].prod(dim=1) // side**2
+
+
+def by_merge_sizes(_: Any, __: Modality, media: Tensors, ___: int) -> Tensor:
+    """VideoLLaMA 3: an image has its own side in patches of what becomes one feature."""
+    return media["image_grid_thw"].prod(dim=1) // media["image_merge_sizes"] ** 2
+
+
+def by_area(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
+    """As `by_grid`, with the mean over all frames as one feature (Kimi K2.5)."""
+    height, width = model.config.vision_config.merge_kernel_size
+    return media[modality.rows][:, 1:].prod(dim=1) // (height * width)
 
 
 def by_lines(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
@@ -88,6 +101,11 @@ def by_lines(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
     side = getattr(model.config.vision_config, MERGED)
     frames, height, width = media[modality.rows].unbind(dim=1)
     return frames * (height // side) * (width // side + 1)
+
+
+def by_lines_between_borders(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
+    """As `by_lines`, and one more feature before and behind the image."""
+    return by_lines(model, modality, media, _) + 2
 
 
 def by_pixels(model: Any, modality: Modality, media: Tensors, tokens: int) -> Tensor | list[int]:
@@ -103,12 +121,12 @@ def by_shapes(model: Any, _: Modality, media: Tensors, __: int) -> Tensor:
     return (media["spatial_shapes"] // model.config.downsample_factor).prod(dim=1)
 
 
-def by_frames(model: Any, _: Modality, media: Tensors, __: int) -> Tensor:
-    """feature_attention_mask (media, frames): the frames of a sound that are not padding."""
-    frames, tower = media[FRAMES].sum(dim=1), merging_model(model).audio_tower
+def by_frames(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
+    """The first of `others` (media, frames): the frames of a sound that are not padding."""
+    frames, tower = media[modality.others[0]].sum(dim=1), merging_model(model).audio_tower
     if hasattr(tower, LENGTHS):
         return getattr(tower, LENGTHS)(frames)[1]
-    lengths = getattr(file_of(tower), LENGTHS)  # Qwen3-Omni
+    lengths = getattr(file_of(tower), LENGTHS)  # Qwen3-Omni, Qwen3-ASR
     chunk = 2 * tower.n_window
     if frames.min() < min(chunk, int(frames.max())):
         raise NotImplementedError(
@@ -131,11 +149,12 @@ def by_fourth(_: Any, __: Modality, media: Tensors, ___: int) -> Tensor:
     return media["input_features_mask"][:, ::4].sum(dim=1)
 
 
-def by_chunks(model: Any, _: Modality, media: Tensors, __: int) -> Tensor:
-    """chunk_sample_lengths (chunks,) of dots3-note: samples of a sound's waveform in each chunk, of
-    which a feature takes up to `samples_per_token`."""
-    samples = model.config.audio_config.samples_per_token
-    return (media["chunk_sample_lengths"] + samples - 1) // samples
+def by_samples(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
+    """The first of `others` has the samples of each sound's waveform (dots3-note: of each chunk of
+    a sound), or a mask (media, samples) of them; a feature takes up to `samples_per_token`."""
+    samples = media[modality.others[0]][:, None].flatten(1).sum(dim=1)
+    per_feature = model.config.audio_config.samples_per_token
+    return (samples + per_feature - 1) // per_feature
 
 
 def packed(model: Any, _: Modality, media: Tensors, __: int) -> Tensor:

@@ -22,6 +22,7 @@ from wf_transformers.families.media_table import (
     Media,
     language_model,
     media_of,
+    rope_axes,
     token_of,
 )
 from wf_transformers.handle import Handle
@@ -77,7 +78,7 @@ class _FeatureSelection:
         self.documents = {key: kwargs.pop(key) for key in OF_CALLS if key in kwargs}
         positions = kwargs.get("position_ids")
         if self.row.rope and isinstance(positions, Tensor) and positions.dim() == 2:  # only text
-            kwargs["position_ids"] = positions.expand(3, *positions.shape)
+            kwargs["position_ids"] = positions.expand(rope_axes(self.model), *positions.shape)
         if self.attention.sp.size > 1:
             self._refuse_uncut(by_name(self.names, args, kwargs))
         return args, kwargs

@@ -20,13 +20,16 @@ from wf_transformers.families.media_counts import (
     FRAMES,
     NUMBERS,
     Modality,
-    by_chunks,
+    by_area,
     by_fourth,
     by_frames,
     by_grid,
     by_lines,
+    by_lines_between_borders,
+    by_merge_sizes,
     by_pixels,
     by_positions,
+    by_samples,
     by_shapes,
     equal,
     merging_model,
@@ -59,7 +62,7 @@ class Media:
     in_windows: bool = False
     """Whether only layers with a sliding window have blocks."""
     rope: bool = False
-    """Whether positions are (3, b, S), from the model's get_rope_index."""
+    """Whether positions are (axes, b, S), from the model's get_rope_index."""
     hidden_from: tuple[str, ...] = ()
     """The modules that see another token in the place of those of media, on several ranks."""
     one_by_one: bool = False
@@ -92,6 +95,7 @@ MERGE_SOUNDS = "_merge_input_ids_with_audio_features"
 TOWER = ("vision_tower", "multi_modal_projector")
 AUDIO_TOWER = ("audio_tower", "multi_modal_projector")
 TILES = Modality("pixel_values", "image_token", "get_image_features", equal)
+PROJECTED_TILES = replace(TILES, features="")
 CLIPS = Modality("pixel_values_videos", "video_token", "get_video_features", equal)
 SOUNDS = Modality("input_features", "audio_token", "get_audio_features", equal)
 GRID, VIDEO_GRID = "image_grid_thw", "video_grid_thw"
@@ -99,6 +103,9 @@ IMAGES = replace(TILES, count=by_grid, others=(GRID,), rows=GRID)
 VIDEOS = replace(CLIPS, count=by_grid, others=(VIDEO_GRID,), rows=VIDEO_GRID)
 QWEN = Media((IMAGES, VIDEOS), ("visual",), rope=True)
 GRIDS_WITH_LINE_ENDS = tuple(replace(x, count=by_lines) for x in (IMAGES, VIDEOS))
+GRIDS_OF_ONE_FRAME = tuple(replace(x, count=by_area) for x in (IMAGES, VIDEOS))
+GRIDS_OF_SIZES = replace(IMAGES, count=by_merge_sizes, others=(GRID, "image_merge_sizes"))
+GRIDS_BETWEEN_BORDERS = replace(IMAGES, count=by_lines_between_borders)
 GLM = Media((IMAGES,), ("visual",), rope=True)
 """Its videos have the tokens of images."""
 IMAGES_IN_PIXELS = replace(TILES, count=by_pixels, others=("image_sizes",))
@@ -110,9 +117,13 @@ ONEVISION = Media((PACKED, CLIPS) if HAS_INNER else (PACKED,), TOWER)
 PADDED = replace(TILES, others=("pixel_attention_mask",), by_sample=True)
 TILES_OF_SHAPES = replace(TILES, count=by_shapes, others=("spatial_shapes", "pixel_attention_mask"))
 SOUNDS_IN_FRAMES = replace(SOUNDS, count=by_frames, others=(FRAMES,))
+MASKED_SOUNDS = replace(SOUNDS, count=by_frames, others=("input_features_mask",))
 MERGED_SOUNDS = replace(SOUNDS_IN_FRAMES, features=MERGE_SOUNDS)
 OMNI = Media((SOUNDS_IN_FRAMES, IMAGES, VIDEOS), ("audio_tower", "visual"), rope=True)
-DOTS3 = (IMAGES, VIDEOS, replace(SOUNDS, count=by_chunks, others=("chunk_sample_lengths",)))
+DOTS3 = (IMAGES, VIDEOS, replace(SOUNDS, count=by_samples, others=("chunk_sample_lengths",)))
+WAVES = Modality("input_values", "audio_token", "get_audio_features", by_samples)
+WAVES = replace(WAVES, others=("input_values_mask",))
+MUSE = ("vision_tower", "vision_adapter", "vision_projection", "perception_emb_norm")
 VIDEO_POSITIONS = ("video_position_ids", FRAME_NUMBERS)
 GEMMA4 = Media(
     (
@@ -136,9 +147,19 @@ ROWS = (
     ("Gemma3", Media((TILES,), TOWER, by_image)),
     ("Gemma4", GEMMA4),
     ("MiniMaxM3Sparse", Media((IMAGES, VIDEOS), TOWER)),
+    ("Lfm3Vl", Media((IMAGES, VIDEOS), TOWER, one_by_one=True)),
+    ("MuseGlimmer", Media((IMAGES, VIDEOS), MUSE)),
+    ("MuseSpark", Media((IMAGES, VIDEOS, WAVES), ("audio_tower", *MUSE))),
+    ("Exaone4_5_", Media((IMAGES, VIDEOS), ("visual",))),
+    ("HyperCLOVAXVisionV2", Media((IMAGES, VIDEOS), ("vision_model", "projector"))),
+    ("VideoLlama3", Media((GRIDS_OF_SIZES,), ("vision_model", "projector"))),
+    ("Kimi_K25", Media(GRIDS_OF_ONE_FRAME, ("vision_tower", "mm_projector"))),
     ("Dots3Note", Media(DOTS3, ("vision_tower", "audio_tower"))),
+    ("HunYuanVL", Media((GRIDS_BETWEEN_BORDERS,), ("vision_tower",), rope=True, one_by_one=True)),
     ("HYV4VL", Media(GRIDS_WITH_LINE_ENDS, ("vision_tower",), rope=True, one_by_one=True)),
-    ("InternVL GotOcr2 Ovis2 VipLlava AyaVision Cohere2Vision", Media((TILES,), TOWER)),
+    ("InternVL QianfanOCR GotOcr2 Ovis2 VipLlava", Media((TILES,), TOWER)),
+    ("AyaVision Cohere2Vision", Media((TILES,), TOWER)),
+    ("Llama4", Media((PROJECTED_TILES,), ("vision_model", "multi_modal_projector"))),
     ("DeepseekVL", Media((TILES,), ("vision_model", "aligner"))),
     ("LightOnOcr", Media((IMAGES_IN_PIXELS,), ("vision_encoder", "vision_projection"))),
     ("PaddleOCRVL", Media((IMAGES,), ("visual", "projector"), rope=True, one_by_one=True)),
@@ -146,6 +167,7 @@ ROWS = (
     ("Idefics2 Idefics3 SmolVLM", Media((PADDED,), ("vision_model", "connector"))),
     ("Qwen2Audio", Media((MERGED_SOUNDS,), AUDIO_TOWER, hidden_from=("embed_tokens",))),
     ("Voxtral", Media((SOUNDS,), AUDIO_TOWER)),
+    ("Qwen3ASR AudioFlamingo3", Media((MASKED_SOUNDS,), AUDIO_TOWER)),
     # Text alone
     ("Aria", Media((), TOWER)),
     ("MiniCPMV4_6", Media((), ("vision_tower", "merger"))),
@@ -189,6 +211,13 @@ def token_of(model: Any, modality: Modality) -> int:
     config = model.config
     token = getattr(config, f"{modality.token}_id", None)
     return getattr(config, f"{modality.token}_index") if token is None else token
+
+
+def rope_axes(model: Any) -> int:
+    """How many positions each token has, in models with `Media.rope`."""
+    text = model.config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or text.rope_scaling
+    return len(rope["mrope_section"])
 
 
 def media_keys(row: Media) -> list[str]:
