@@ -120,7 +120,7 @@ LONG: dict[str, str] = {
     "tests/integrations/test_budget.py": r"its_bytes\[.*('device'|float32.*'none')|"
     r"its_bytes\[(?!Llama|Falcon).*(host|tile=64)|its_bytes\[(Phi|Ol|Q|OPT|GPT)|of_a_llama.*(device|float32)|"
     "of_a_mixture.*float32|capped.*t32",
-    "tests/integrations/test_causal_models.py": "",
+    "tests/integrations/test_language_models.py": "",
     "tests/integrations/test_custom_loss.py": rf"{TWO}|"
     r"\[(z_of_items|weighted|liger_and_logits|liger-|ignore_i|wrapper)",
     "tests/integrations/test_activation_checkpointing.py": "without.*gpt|None-(mistral|bert)|"

@@ -1,4 +1,4 @@
-"""Every causal language model of transformers, made tiny, is exact on two ranks or is refused.
+"""Every language model of transformers, causal or masked, is exact on two ranks or is refused.
 
 Tables elsewhere have what a family needs; this test finds the ones that nobody thought of. A model
 is skipped if sizes that fit most models make none of it. Refusals include those of the comparison
@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 import transformers as tf  # noqa: E402
 from transformers.models.auto.modeling_auto import (  # noqa: E402
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
 import wf_transformers  # noqa: E402
@@ -63,10 +64,11 @@ LEFT_OUT = {
     "PhimoeForCausalLM",  # chooses experts at random in training
     "DeepseekV4ForCausalLM",  # so few tokens leave parameters of its compressors without gradients
 }
-CLASSES = sorted(
-    {x if isinstance(x, str) else x[0] for x in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
-    - LEFT_OUT
-)
+MASKED = set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
+CAUSAL = {
+    name if isinstance(name, str) else name[0]
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+}
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +82,8 @@ def tiny_config(model_class: Any) -> Any:
     defaults = {key: getattr(config_class(), key, None) for key in SIZES}
     sizes = {k: type(x)(SIZES[k]) for k, x in defaults.items() if isinstance(x, int | float)}
     implementation = "sdpa" if model_class._supports_sdpa else "eager"
-    options = {"is_decoder": True, "pad_token_id": 0, "attn_implementation": implementation}
+    options = {"is_decoder": model_class.__name__ in CAUSAL, "pad_token_id": 0}
+    options |= {"attn_implementation": implementation}
     name = model_class.__name__.removesuffix("ForCausalLM")
     config = config_class(**sizes | options | OWN.get(name, {}))
     config._experts_implementation = "eager"  # the other implementations have no float64
@@ -107,12 +110,13 @@ def build(name: str) -> Any:
 def result_alone(name: str, batch: dict[str, Any]) -> Result:
     model = build(name)
     with NoFloat32():
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-    return with_token_loss(model, logits, batch)
+        cache = {"use_cache": False} if name in CAUSAL else {}
+        logits = model(input_ids=batch["input_ids"], **cache).logits
+    return with_token_loss(model, logits, batch, masked_lm=name not in CAUSAL)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_causal_model_is_exact_or_refused(name: str) -> None:
+@pytest.mark.parametrize("name", sorted((CAUSAL | MASKED) - LEFT_OUT))
+def test_a_language_model_is_exact_or_refused(name: str) -> None:
     ids = torch.randint(3, 61, (2, 32), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
     try:
@@ -124,7 +128,8 @@ def test_a_causal_model_is_exact_or_refused(name: str) -> None:
         sp, model = sequence_parallel(comm), build(name)
         with NoFloat32():
             wf_transformers.attach(model, sp)
-            return run_on_shard(model, sp, sp.shard_batch(batch))
+            local = sp.shard_batch(batch, labels_are_shifted=name not in CAUSAL)
+            return run_on_shard(model, sp, local)
 
     try:
         results = run_threads(2, rank)
