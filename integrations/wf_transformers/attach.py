@@ -90,7 +90,8 @@ def attach_stages(
 
 
 def _set_name(model: Any, handle: Handle) -> None:
-    if hasattr(model, "set_attn_implementation"):  # transformers 5
+    can_set = getattr(model, "_can_set_attn_implementation", None)
+    if can_set and can_set():  # since 4.54, models that use the registry
         handle.undo.callback(model.set_attn_implementation, model.config._attn_implementation)
         model.set_attn_implementation(handle.name)
         return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends.parallel import at_least_one, mask_arguments
 from wf_transformers.attach import is_applied
@@ -21,7 +24,7 @@ from wf_transformers.families.media_table import language_model, media_modules
 from wf_transformers.families.mixing import refuse_missing_apply, refuse_unspreadable
 from wf_transformers.families.stacks import is_cut_inside
 from wf_transformers.families.table import BUILDS_MASKS
-from wf_transformers.models import has_module, outermost
+from wf_transformers.models import has_module, outermost, transformers_class
 from wf_transformers.whole_batches.custom_loss import refuse_custom_loss
 
 # From 4.53 on, checkpointed layers get all keyword arguments again when they are recomputed.
@@ -133,9 +136,18 @@ def _documents_reach_attention(model: nn.Module) -> bool:
         if is_applied(inner):
             continue
         recomputed_with_kwargs = LAYERS_KEEP_KEYWORDS or not inner.is_gradient_checkpointing
-        if not (recomputed_with_kwargs and takes_any_keyword(inner.base_model)):
+        if not (recomputed_with_kwargs and _hands_keywords_on(inner)):
             return False
     return documents_can_reach(model)
+
+
+def _hands_keywords_on(model: PreTrainedModel) -> bool:
+    """Whether the base model takes any keyword, and the code of its head calls it with `**kwargs`:
+    GPT-2's head in transformers 4 has them for the loss only."""
+    if model.base_model is model or not takes_any_keyword(model.base_model):
+        return takes_any_keyword(model.base_model)
+    code = inspect.getsource(inspect.unwrap(transformers_class(model).forward))
+    return re.search(rf"self\.{model.base_model_prefix}[\w.]*\([^()]*\*\*", code) is not None
 
 
 def documents_can_reach(model: nn.Module) -> bool:

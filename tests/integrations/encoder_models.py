@@ -22,7 +22,9 @@ DECODER |= {"decoder_num_hidden_layers": 2, "decoder_intermediate_size": 24}
 FRAMES = {"image_size": 12, "num_channels": 3, "num_frames": 4, "tubelet_size": 2, "patch_size": 4}
 YOLOS = {"image_size": [8, 8], "num_detection_tokens": 3, "use_mid_position_embeddings": True}
 JEPA = {"crop_size": 12, "patch_size": 4, "frames_per_clip": 4, "tubelet_size": 2, "in_chans": 3}
-JEPA |= {"mlp_ratio": 2, "pred_hidden_size": 24, "pred_num_attention_heads": 2}
+# transformers 4 loses a dimension of heads that give time, height and width less than 4 elements
+JEPA |= {"mlp_ratio": 2, "num_attention_heads": 2}
+JEPA |= {"pred_hidden_size": 24, "pred_num_attention_heads": 2}
 JEPA |= {
     "pred_num_hidden_layers": 2,
     "pred_num_mask_tokens": 2,

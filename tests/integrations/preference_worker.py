@@ -262,6 +262,8 @@ def train(case: dict[str, Any], folder: str) -> dict[str, Any]:
         "disable_tqdm": True,
         "use_cpu": True,
         "bf16": False,
+        # since TRL 0.20 layers are recomputed, by default in a way that DDP refuses with adapters
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
     }
     trainer = TRAINERS[case["trainer"]](arguments, case["options"])
     initial = flat_parameters(trainer.model)

@@ -21,6 +21,7 @@ from tests.integrations.results import (  # noqa: E402
 )
 from tests.integrations.transformers_models import (  # noqa: E402
     LLAMA,
+    OF_5,
     batch,
     sequence_parallel,
     stay_in_float64,
@@ -28,10 +29,10 @@ from tests.integrations.transformers_models import (  # noqa: E402
 from wf_transformers.attention.function import Attention  # noqa: E402
 from wf_transformers.attention.llama4 import SCALED, scaled_by_position  # noqa: E402
 
-OF_5 = hasattr(transformers, "AttentionMaskInterface")
+INITIALISED = hasattr(transformers, "AttentionMaskInterface")  # not the experts of 4.51
 CHUNKS = {"attention_chunk_size": 7, "floor_scale": 3, "attn_scale": 0.5}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 1}
-EXPERTS |= {"moe_layers": [1] if OF_5 else []}  # those of transformers 4 are not initialised
+EXPERTS |= {"moe_layers": [1] if INITIALISED else []}
 LLAMA4 = Family(
     "Llama4ForCausalLM",
     "Llama4TextConfig",
@@ -77,7 +78,7 @@ def test_loss_and_gradients_are_exact(
     assert_exact(size, inputs, recomputes, attention_mask=ones)
 
 
-@pytest.mark.skipif(not OF_5, reason="transformers 4 knows no documents there")
+@pytest.mark.skipif(not OF_5, reason="transformers 4 counts them in the sequence")
 def test_chunks_count_from_the_start_of_a_document() -> None:
     positions = torch.cat([torch.arange(10), torch.arange(13)])[None]
     inputs = batch(1, cu_seqlens=(0, 10, 23), position_ids=positions)

@@ -29,7 +29,7 @@ from tests.long import selected_cases  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_transformers import Handle, attach_model  # noqa: E402
 from wf_transformers.comparison.changes import Changes  # noqa: E402
-from wf_transformers.whole_batches.log_probabilities import generate_alone  # noqa: E402
+from wf_transformers.whole_batches.log_probabilities import CALLERS, generate_alone  # noqa: E402
 from wf_transformers.whole_batches.trl_trainers import connect_trl, set_generation_batch  # noqa: E402
 
 TWO_GROUPS = {"sequence_parallel_size": 2, "route": "ring"}
@@ -215,14 +215,14 @@ def test_a_mean_over_tokens_beside_a_loss_of_its_own_is_refused(tmp_path: Path) 
 
 def test_remove_restores_a_grpo_trainer(tmp_path: Path) -> None:
     trainer = make_grpo_trainer(tmp_path, beta=0.1)  # with beta there is a reference model
-    methods = ["evaluation_loop", "prediction_step", "compute_loss"]
-    methods += [] if RELEASE >= (0, 29) else ["_get_per_token_logps"]
+    from_logits = {name for name in CALLERS if hasattr(trainer, name)}
+    methods = {"evaluation_loop", "prediction_step", "compute_loss"} | from_logits
     batch_size = trainer.args.generation_batch_size
     with wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1}):
-        assert RELEASE >= (0, 29) or "_get_per_token_logps" in vars(trainer)
-        assert "evaluation_loop" in vars(trainer) and "generate" in vars(trainer.model)
+        assert from_logits and {"evaluation_loop"} | from_logits <= set(vars(trainer))
+        assert "generate" in vars(trainer.model)
         assert trainer.ref_model._forward_pre_hooks
-    assert not set(methods) & set(vars(trainer))
+    assert not methods & set(vars(trainer))
     assert "generate" not in vars(trainer.model) and not trainer.ref_model._forward_pre_hooks
     assert trainer.args.generation_batch_size == batch_size
 

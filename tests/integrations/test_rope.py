@@ -27,6 +27,7 @@ from tests.integrations.results import (  # noqa: E402
 from tests.integrations.test_generation import alone, on_ranks, prompts  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
     LLAMA,
+    OF_5,
     batch,
     gradients,
     sequence_parallel,
@@ -55,8 +56,6 @@ MODELS = {
 
 
 PHI_MOE = Family("PhimoeForCausalLM", "PhimoeConfig", PHIMOE, trains=False)
-OF_5 = hasattr(transformers, "AttentionMaskInterface")
-"""transformers 5."""
 
 
 def expected_of(family: Family, batches: list[dict[str, Any]]) -> list[Result]:

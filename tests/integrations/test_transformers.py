@@ -30,6 +30,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     BERT_HAS_OWN_REGISTRY,
     DECODERS,
     FAMILIES,
+    OF_5,
     SEQLEN,
     assert_close,
     batch,
@@ -41,10 +42,8 @@ from wf_backends.parallel.loss import count_valid  # noqa: E402
 from wf_transformers.batch import LAYERS_KEEP_KEYWORDS  # noqa: E402
 
 DOCUMENTS = (0, 5, 16, SEQLEN)
-# families whose layers hand keyword arguments on to their attention
-HANDS_KEYWORDS_ON = (
-    FAMILIES if LAYERS_KEEP_KEYWORDS else ["llama", "qwen2", "qwen3", "mistral", "gpt_neox"]
-)
+# families whose models hand keyword arguments on to their attention
+HANDS_KEYWORDS_ON = FAMILIES if OF_5 else ["llama", "qwen2", "qwen3", "mistral", "gpt_neox"]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
@@ -47,6 +48,7 @@ BERT = (
 FAMILIES = {**DECODERS, "bert": BERT}
 BERT_HAS_OWN_REGISTRY = not hasattr(modeling_bert, "ALL_ATTENTION_FUNCTIONS")
 """Transformers 4: BERT takes its attention from a table of its own, not from that of all models."""
+OF_5 = int(tf.__version__.partition(".")[0]) >= 5
 BUILD_LOCK = Lock()
 """Held while a rank builds a model: transformers then changes torch's global state."""
 
@@ -126,7 +128,10 @@ def model_on_one_rank(
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    """Zeros for experts without tokens, which some releases of transformers 4 do not call."""
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    experts = {n: p for n, p in model.named_parameters() if re.search(r"\.experts\.\d+\.", n)}
+    return {n: torch.zeros_like(p) for n, p in experts.items()} | grads
 
 
 def assert_close(actual: Any, expected: Tensor, name: str) -> None:

@@ -32,4 +32,5 @@ def number_tokenizer(**options: str) -> PreTrainedTokenizerFast:
     core = Tokenizer(WordLevel({f"t{n}": n for n in range(VOCABULARY)}, unk_token="t0"))
     core.pre_tokenizer = WhitespaceSplit()
     options = {"eos_token": "t1", "pad_token": "t0"} | options
-    return PreTrainedTokenizerFast(tokenizer_object=core, **options)
+    inputs = ["input_ids", "attention_mask"]  # of a Llama
+    return PreTrainedTokenizerFast(tokenizer_object=core, model_input_names=inputs, **options)

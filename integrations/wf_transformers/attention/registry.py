@@ -70,11 +70,9 @@ def register_free(sp: SequenceParallel) -> Handle:
         return register(sp, name)
 
 
-def _build_bert(
-    attention: Attention, config: Any, position_embedding_type: str | None = None
-) -> nn.Module:
+def _build_bert(attention: Attention, *args: Any, **kwargs: Any) -> nn.Module:
     """Build the self-attention of a BERT of transformers 4, which calls `attention`."""
-    module = modeling_bert.BertSelfAttention(config, position_embedding_type)
+    module = modeling_bert.BertSelfAttention(*args, **kwargs)
     for name, value in attribute_changes(module, TABLE["BertSelfAttention"], attention).items():
         setattr(module, name, value)
     return module

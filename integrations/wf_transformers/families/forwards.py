@@ -16,10 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from transformers import cache_utils
 
 from wf_transformers.calls import CACHE_NAMES, CACHES, refuse_unsupported
 from wf_transformers.models import file_of, transformers_class
 from wf_transformers.replace import InPlaceOfTorchAttention
+
+RETURNS_CACHE = not hasattr(cache_utils, "CacheLayerMixin")
+"""Before 4.54, T5's attention returns its cache, too."""
 
 
 def attend(
@@ -152,6 +156,7 @@ def t5(
     layer_head_mask: Tensor | None = None,
     output_attentions: bool = False,
     cache_position: Tensor | None = None,
+    past_key_values: Any = None,
     **_: Any,
 ) -> tuple[Any, ...]:
     """T5Attention.forward: (b, s, width). The first layer of a stack computes the bias for all."""
@@ -162,15 +167,16 @@ def t5(
         for x in (self.q(hidden_states), self.k(key_states), self.v(key_states))
     )
     # A cache that is not empty gives more keys than queries, which our attention refuses.
-    if past_key_value is not None and not is_cross:
-        cache = past_key_value.self_attention_cache
-        key, value = cache.update(key, value, self.layer_idx, {"cache_position": cache_position})
+    cache = past_key_value if past_key_values is None else past_key_values  # since 4.56
+    if cache is not None and not is_cross:
+        states = {"cache_position": cache_position}
+        key, value = cache.self_attention_cache.update(key, value, self.layer_idx, states)
     bias = self.compute_bias() if position_bias is None else position_bias
     dropout = self.dropout if self.training else 0.0
     options = {"layer_head_mask": layer_head_mask, "output_attentions": output_attentions}
     options |= {"position_bias": bias}
     out, _none = self.wallfacer(self, query, key, value, mask, dropout, 1.0, **options)
-    return self.o(out.flatten(2)), past_key_value, bias
+    return self.o(out.flatten(2)), *((cache,) if RETURNS_CACHE else ()), bias
 
 
 def umt5(
@@ -183,8 +189,8 @@ def umt5(
 ) -> tuple[Any, ...]:
     """UMT5Attention.forward, in which every layer computes its own bias."""
     arguments = (attention_mask, encoder_hidden_states, None, past_key_value)
-    out, cache, _ = t5(self, hidden_states, *arguments, **kwargs)
-    return out, None, cache
+    out, *cache, _ = t5(self, hidden_states, *arguments, **kwargs)
+    return out, None, *cache
 
 
 def bias_by_distance(self: Any, *_: Any, **__: Any) -> Tensor | None:

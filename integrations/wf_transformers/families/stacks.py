@@ -44,7 +44,7 @@ STACKS = frozenset(
     "HubertEncoderStableLayerNorm "
     # in transformers 4, and in 5, where the model itself has the layers
     "DeiTEncoder DeiTModel ViTMSNEncoder ViTMSNModel IJepaEncoder IJepaModel ViTMAEEncoder "
-    "ViTMAEModel VivitEncoder VivitModel ASTEncoder ASTModel".split()
+    "ViTMAEModel VivitEncoder VivitModel ASTEncoder ASTModel DINOv3ViTModel".split()
 )
 """Modules whose layers see this rank's rows, in models of the same file of transformers."""
 LAYERS = ("layers", "layer", "decoder_layers", "block")
@@ -77,7 +77,7 @@ def _angles(given: tuple[Tensor, Tensor], seqlen: int, _: torch.device) -> tuple
 
 BY_ROW: Mapping[str, tuple[str, Complete]] = MappingProxyType(
     {
-        "DINOv3ViTEncoder": ("position_embeddings", _angles),
+        **dict.fromkeys(("DINOv3ViTEncoder", "DINOv3ViTModel"), ("position_embeddings", _angles)),
         **dict.fromkeys(("VJEPA2Encoder", "VJEPA2Predictor"), ("position_mask", _patch_numbers)),
     }
 )

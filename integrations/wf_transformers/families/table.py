@@ -125,10 +125,14 @@ def _t5(module: Any) -> Mapping[str, Any]:
     return attributes | {"compute_bias": MethodType(bias_by_distance, module)}
 
 
+def _clip(module: Any) -> Mapping[str, Any]:
+    """Its text encoder is causal, which since 4.52 only its mask says; its vision encoder is not."""
+    return {"is_causal": hasattr(module.config, "vocab_size")}
+
+
 BERT = AttentionRow(attributes=_bert)
 CUT_INSIDE = AttentionRow(in_stack=True)
-# its text encoder is causal, and its vision encoder is not
-CLIP = replace(CUT_INSIDE, attributes=lambda m: {"is_causal": hasattr(m.config, "vocab_size")})
+CLIP = AttentionRow(in_stack=True, attributes=_clip, registry_attributes=_clip)
 METHOD = AttentionRow(method="_attn", function=method_attn)
 QWEN2 = AttentionRow(window=_qwen_window)
 T5 = AttentionRow(function=t5, in_stack=True, attributes=_t5, registry_attributes=_t5)
