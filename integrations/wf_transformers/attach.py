@@ -42,6 +42,7 @@ from wf_transformers.handle import Handle
 from wf_transformers.memory.checkpoints import recompute_checkpoints_with_documents
 from wf_transformers.memory.tiles import recompute_with_documents
 from wf_transformers.models import (
+    file_of,
     inner_models,
     outermost,
     row_of,
@@ -90,11 +91,13 @@ def attach_stages(
 
 
 def _set_name(model: Any, handle: Handle) -> None:
-    can_set = getattr(model, "_can_set_attn_implementation", None)
-    if can_set and can_set():  # since 4.54, models that use the registry
+    can_set = getattr(model, "_can_set_attn_implementation", None)  # since 4.54
+    if can_set is not None and can_set():
         handle.undo.callback(model.set_attn_implementation, model.config._attn_implementation)
         model.set_attn_implementation(handle.name)
         return
+    if can_set is not None and hasattr(file_of(model), "create_causal_mask"):
+        return  # without the registry, as MPT: it would build masks for this name
     # GPT-2 of transformers 4 also keeps the name in its modules
     modules = (module for module in model.modules() if "_attn_implementation" in vars(module))
     for owner in (model.config, *modules):

@@ -126,7 +126,7 @@ def _t5(module: Any) -> Mapping[str, Any]:
 
 
 def _clip(module: Any) -> Mapping[str, Any]:
-    """Its text encoder is causal, which since 4.52 only its mask says; its vision encoder is not."""
+    """Its text encoder is causal, which since 4.52 only its mask says."""
     return {"is_causal": hasattr(module.config, "vocab_size")}
 
 
