@@ -32,6 +32,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
 )
 from wf_backends.comm import World  # noqa: E402
 from wf_transformers import WholeBatchHooks  # noqa: E402
+from wf_transformers.families.media_table import BLOCKS_IN_WINDOWS, OF_5  # noqa: E402
 
 
 @pytest.mark.skipif("qwen3_omni" not in MODELS, reason="transformers 4.51 has no Omni")
@@ -47,10 +48,16 @@ def test_sounds_that_are_encoded_by_the_longest_beside_them_are_refused() -> Non
     run_threads(2, rank)
 
 
-@pytest.mark.skipif(
-    not hasattr(tf, "LlavaOnevisionModel"),
-    reason="PaliGemma of transformers 4 is refused as a whole",
-)
+@pytest.mark.skipif(BLOCKS_IN_WINDOWS, reason="windows hold inside of images here")
+def test_an_image_longer_than_a_window_is_refused() -> None:
+    def rank(model: Any, sp: Any) -> None:
+        with pytest.raises(NotImplementedError, match="an image of 4 tokens is longer than"):
+            wf_transformers.shard_media(model, sp, media_batch("gemma3"))
+
+    on_ranks("gemma3", rank)
+
+
+@pytest.mark.skipif(not OF_5, reason="PaliGemma of transformers 4 is refused as a whole")
 def test_a_prefix_longer_than_a_window_is_refused() -> None:
     def rank(model: Any, sp: Any) -> None:
         model.config.text_config.sliding_window = 8

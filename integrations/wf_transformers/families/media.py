@@ -34,6 +34,7 @@ from wf_transformers.families.media_counts import (
     with_neighbours,
 )
 from wf_transformers.families.media_table import (
+    BLOCKS_IN_WINDOWS,
     FOR_POSITIONS,
     QWEN,
     TABLE,
@@ -134,10 +135,13 @@ def _blocks(model: Any, row: Media, batch: Mapping[str, Any], layout: str) -> di
         )
     longest = max((x[-1][1] - x[0][0] for blocks in samples for x in blocks), default=0)
     window = min(windows_of(model), default=longest)
-    if row.blocks is prefix and longest > window:
+    if longest > window and (row.blocks is prefix or not BLOCKS_IN_WINDOWS):
+        block, advice = "an image", "a larger window"
+        if row.blocks is prefix:
+            block, advice = "a prefix", "a shorter prompt"
         raise NotImplementedError(
-            f"{type(model).__name__}: a prefix of {longest} tokens is longer than the sliding "
-            f"window of {window}, which does not hold inside of it; take a shorter prompt"
+            f"{type(model).__name__}: {block} of {longest} tokens is longer than the sliding "
+            f"window of {window}, which does not hold inside of it; take {advice}"
         )
     return {BLOCKS: (types.shape[1], samples, row.in_windows)}
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
@@ -89,7 +91,11 @@ def by_image_if_wanted(types: Tensor, config: Any) -> Tensor:
     return by_image(types, config) if wanted else torch.full_like(types, -1)
 
 
-HAS_INNER = hasattr(transformers, "LlavaOnevisionModel")  # since transformers 5
+HAS_INNER = hasattr(transformers, "LlavaOnevisionModel")  # since 4.52
+OF_5 = int(transformers.__version__.partition(".")[0]) >= 5
+MASKS = "transformers.masking_utils"  # since 4.53
+BLOCKS_IN_WINDOWS = not find_spec(MASKS) or hasattr(import_module(MASKS), "blockwise_overlay")
+"""Whether a sliding window holds inside of an image: not in transformers 4.53 to 5.1."""
 MERGE_SOUNDS = "_merge_input_ids_with_audio_features"
 """Qwen2-Audio's method for prompts with one token for each sound."""
 TOWER = ("vision_tower", "multi_modal_projector")
@@ -172,7 +178,7 @@ ROWS = (
     ("Aria", Media((), TOWER)),
     ("MiniCPMV4_6", Media((), ("vision_tower", "merger"))),
     # In transformers 4 its prefix is all of a call without labels
-    *([("PaliGemma", Media((TILES,), TOWER, prefix))] if HAS_INNER else []),
+    *([("PaliGemma", Media((TILES,), TOWER, prefix))] if OF_5 else []),
 )
 """(names of classes without ...ForConditionalGeneration, how they take media)."""
 TABLE: Mapping[str, Media] = MappingProxyType(
