@@ -27,7 +27,7 @@ from wf_backends.autochunk.region import Region, covered_rows, rows_before, slic
 from wf_backends.autochunk.slicing import Call, Flow, trace, view_base
 
 MAX_REACH = 160  # operators of a region on each side of the peak
-NUM_ENDS = 5  # steps near the peak, and far from it, where regions may begin or end: see `_ends`
+NUM_ENDS = 8  # steps on each side of the peak where regions may begin or end: see `_ends`
 MAX_SLICES = 512
 
 
@@ -101,14 +101,14 @@ def _ends(live: dict[int, int]) -> list[int]:
     """The steps where regions may begin or end: those with fewer live bytes than all steps nearer
     to the peak. `live` has the live bytes beyond each step, going away from the peak.
 
-    Returns at most the NUM_ENDS nearest and farthest ones. In a UNet, where live bytes fall from
-    layer to layer, regions up to the farthest alone would contain the peaks of other layers.
+    Returns at most the NUM_ENDS nearest ones. In a UNet, where live bytes fall from layer to layer,
+    regions up to far ones would contain the peaks of other layers.
     """
     minima: list[int] = []
     for step, live_bytes in live.items():
         if not minima or live_bytes < live[minima[-1]]:
             minima.append(step)
-    return list(dict.fromkeys((*minima[:NUM_ENDS], *minima[-NUM_ENDS:])))
+    return minima[:NUM_ENDS]
 
 
 def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
