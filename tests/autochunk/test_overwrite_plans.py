@@ -174,6 +174,26 @@ def test_attention_of_slices_is_fused_under_torch_compile() -> None:
         assert profiled_peak(lambda: compiled(x)) < 0.2 * chunked.plan.peak
 
 
+def test_attention_with_numbers_is_fused_in_slices_under_torch_compile() -> None:
+    """inductor knows GPT-2's attention by its scale, a tensor that nothing else may read."""
+
+    def attend(x: Tensor, *linears: nn.Module) -> Tensor:
+        q, k, v = (linear(x).unflatten(-1, (8, -1)).transpose(1, 2) for linear in linears)
+        rows = torch.arange(len(x[0]), device=x.device)
+        scores = q @ k.transpose(2, 3) / torch.full([], 4.0)
+        scores = torch.where(rows[:, None] >= rows, scores, torch.full([], -1e38))
+        return scores.softmax(-1) @ v
+
+    model = Lambda(attend, *(nn.Linear(64, 128) for _ in range(3))).eval()
+    x = torch.randn(1, 512, 64)
+    chunked = autochunk(model, (x,), max_memory=0.6, max_slowdown=ANY_SLOWDOWN)
+    assert chunked.plan.regions
+    compiled = torch.compile(chunked)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+        assert profiled_peak(lambda: compiled(x)) < 0.5 * chunked.plan.peak
+
+
 def test_inputs_of_a_region_are_computed_once_under_torch_compile() -> None:
     """inductor computed inputs that slices read whole again in each slice, from q, k and v."""
 

@@ -55,6 +55,9 @@ def lower(graph: fx.Graph, regions: Sequence[Region], effects: Effects) -> Lower
         name = f"chunked_{region.window[0].name}"
         modules[name], effect = by_key[key]
         _replace(region, copies, name, effect)
+    for number in {number for region in regions for number, _ in region.flow.numbers}:
+        if not copies[number].users:
+            lowered.erase_node(copies[number])
     join_group_norms(lowered)
     module = fx.GraphModule(modules, lowered)
     steps = read_steps(module.graph, effects)

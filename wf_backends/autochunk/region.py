@@ -72,6 +72,8 @@ def region_key(region: Region) -> str:
     flow = region.flow
     names = {node: f"x{i}" for i, node in enumerate(dict.fromkeys(n for n, _ in flow.inputs))}
     lines = [f"{names[node]} {dim} {layout(node.meta['val'])}" for node, dim in flow.inputs]
+    for number, _ in flow.numbers:
+        names[number] = f"{number.target} {number.args} {number.kwargs}"
     for op in flow.operators:
         args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), names.__getitem__)
         names[op.node] = f"y{len(names)}"
@@ -197,6 +199,8 @@ def _iteration(flow: Flow, rows: RowsByValue, bodies: Bodies) -> Iteration:
     for index, (value, cut) in enumerate(zip(flow.inputs, inputs, strict=True)):
         nodes[value] = graph.placeholder(f"x{index}")
         nodes[value].meta["val"] = bodies.fake_rows(value[0], cut)
+    for number, dim in flow.numbers:
+        nodes[number, dim] = graph.call_function(number.target, number.args, number.kwargs)
     for op in flow.operators:
         op_rows = rows[op.value]
         sliced = iter([_slice_source(graph, nodes[s.value], s, op_rows, rows) for s in op.sources])

@@ -18,9 +18,10 @@ from functools import cached_property
 from torch import Tensor, fx
 
 from wf_backends.autochunk.slicing.call import aten
-from wf_backends.autochunk.slicing.rules import Source, Value, alignment, sources
+from wf_backends.autochunk.slicing.rules import Source, Value, alignment, sources, view_base
 
 PERMUTATIONS = aten.permute.default, aten.transpose.int
+NUMBERS = aten.full.default, aten.scalar_tensor.default
 
 RowsByValue = dict[Value, tuple[int, int]]  # rows [lo, hi) of each value that a slice needs
 
@@ -73,7 +74,17 @@ class Flow:
 
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
-        """The values of other nodes that the operators read, each once."""
+        """The values of other nodes that the operators read, each once, without the numbers."""
+        return tuple(value for value in self._read if not _is_number(value[0]))
+
+    @cached_property
+    def numbers(self) -> tuple[Value, ...]:
+        """The numbers that the operators read. Each slice makes its own, such as the scale of
+        scores: torch's compiler makes fused attention only of what reads a number alone."""
+        return tuple(value for value in self._read if _is_number(value[0]))
+
+    @cached_property
+    def _read(self) -> tuple[Value, ...]:
         read = dict.fromkeys(source.value for op in self.operators for source in op.sources)
         return tuple(value for value in read if value[0] not in self.members)
 
@@ -149,6 +160,12 @@ def with_permutations(flow: Flow, kept: fx.Node | None) -> Flow:
             operators.insert(0, SlicedOperator(node, dim, scale, node_sources))
             inputs.append(node_sources[0].value)
     return Flow(tuple(operators))
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a node is a constant without dimensions that nothing changes."""
+    is_constant = node.target in NUMBERS and node.meta["val"].ndim == 0
+    return is_constant and not any(view_base(user) is node for user in node.users)
 
 
 def needed_rows(flow: Flow, lo: int, hi: int) -> RowsByValue:
