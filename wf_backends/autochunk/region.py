@@ -200,7 +200,7 @@ def _iteration(flow: Flow, rows: RowsByValue, bodies: Bodies) -> Iteration:
         nodes[value] = graph.placeholder(f"x{index}")
         nodes[value].meta["val"] = bodies.fake_rows(value[0], cut)
     for number, dim in flow.numbers:
-        nodes[number, dim] = graph.call_function(number.target, number.args, number.kwargs)
+        nodes[number, dim] = graph.node_copy(number)
     for op in flow.operators:
         op_rows = rows[op.value]
         sliced = iter([_slice_source(graph, nodes[s.value], s, op_rows, rows) for s in op.sources])
