@@ -9,6 +9,8 @@ import torch
 import transformers as tf
 from torch import Tensor
 
+from wf_transformers.families.media_table import ENDS_VIDEOS
+
 IMAGE, VIDEO, START = 58, 59, 57  # tokens
 AUDIO, AUDIO_START = 56, 55
 LLAVA_TOKENS = 4  # of an image: (8 / 4)**2 patches
@@ -106,7 +108,7 @@ def llava_next_batch() -> dict[str, Any]:
 def onevision_batch() -> dict[str, Any]:
     """The same, and a video of two frames, of one token each, with one more at its end."""
     batch = llava_next_batch()
-    if not hasattr(tf, "LlavaOnevisionModel"):  # transformers 4
+    if not ENDS_VIDEOS:
         return batch
     ids = torch.cat([batch["input_ids"], torch.tensor([[9, 9, 9, 9], [VIDEO] * 3 + [9]])], 1)
     labels = ids.masked_fill(ids >= START, -100)
@@ -241,7 +243,7 @@ def got_ocr2_batch() -> dict[str, Any]:
 
 
 def next_video_batch() -> dict[str, Any]:
-    """As of LLaVA-NeXT, and with transformers 5 a video of two frames, of one token each."""
+    """As of LLaVA-NeXT, and since transformers 4.52 a video of two frames, of one token each."""
     batch = llava_next_batch()
     if not hasattr(tf, "LlavaOnevisionModel"):
         return batch

@@ -62,9 +62,10 @@ from tests.integrations.media_parts import (
     text,
 )
 from tests.integrations.mixer_models import DELTA
-from tests.integrations.transformers_models import BUILD_LOCK
+from tests.integrations.transformers_models import BUILD_LOCK, OF_5
+from wf_transformers.families.media_table import BLOCKS_IN_WINDOWS
 
-OF_5 = hasattr(tf, "LlavaOnevisionModel")
+ROPE = "rope_parameters" if OF_5 else "rope_scaling"
 MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
 
 # encoders
@@ -104,8 +105,9 @@ ANYRES = {**LLAVA, "vision_config": CLIP_VISION}
 ANYRES |= {"image_grid_pinpoints": [[16, 16], [16, 8], [8, 8]]}
 SHUFFLED = {"text_config": Part("LlamaConfig", {**TEXT, "pad_token_id": 0}), "scale_factor": 2}
 SHUFFLED |= {"vision_config": OF_16, "image_token_id": IMAGE}
-GEMMA3 = {**TEXT, "head_dim": 8, "sliding_window": 3, "sliding_window_pattern": 2}
-GLM4V = {"pad_token_id": 0, "rope_parameters": rope(1, 1, 2, partial_rotary_factor=1.0)}
+WINDOW = 3 if BLOCKS_IN_WINDOWS else 4  # an image has 4 tokens
+GEMMA3 = {**TEXT, "head_dim": 8, "sliding_window": WINDOW, "sliding_window_pattern": 2}
+GLM4V = {"pad_token_id": 0, ROPE: rope(1, 1, 2, partial_rotary_factor=1.0)}
 GLM4V_EXPERTS = EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1}
 GLM4V_EXPERTS |= {"topk_group": 1, "head_dim": 8}
 
@@ -265,7 +267,7 @@ ALL_MODELS = NEWEST | {
     "paddleocr_vl": MediaModel(
         "PaddleOCRVL",
         {
-            "text_config": {**TEXT, "head_dim": 8, "rope_parameters": rope(1, 1, 2)},
+            "text_config": {**TEXT, "head_dim": 8, ROPE: rope(1, 1, 2)},
             "vision_config": {**OF_16, "spatial_merge_size": 2},
             **TOKENS,
         },
@@ -294,7 +296,7 @@ ALL_MODELS = NEWEST | {
     "qwen2_5_omni": MediaModel(
         "Qwen2_5OmniThinker",
         {
-            "text_config": {**TEXT, "rope_parameters": rope(1, 1, 2)},
+            "text_config": {**TEXT, ROPE: rope(1, 1, 2)},
             "vision_config": WINDOWS,
             "audio_config": OMNI_AUDIO | {"n_window": 4},
             **OMNI_TOKENS,
@@ -305,7 +307,7 @@ ALL_MODELS = NEWEST | {
         "Qwen3OmniMoeThinker",
         {
             "text_config": {**TEXT, **EXPERTS, "num_experts": 4, "head_dim": 8}
-            | {"rope_parameters": rope(2, 1, 1)},
+            | {ROPE: rope(2, 1, 1)},
             "vision_config": DEEPSTACK,
             "audio_config": OMNI_AUDIO | {"downsample_hidden_size": 8, "n_window_infer": 100},
             **OMNI_TOKENS,
@@ -317,7 +319,7 @@ ALL_MODELS = NEWEST | {
     "qwen3_vl": MediaModel(
         "Qwen3VL",
         {
-            "text_config": {**TEXT, "head_dim": 8, "rope_parameters": rope(2, 1, 1)},
+            "text_config": {**TEXT, "head_dim": 8, ROPE: rope(2, 1, 1)},
             "vision_config": DEEPSTACK,
             **TOKENS,
         },
@@ -387,7 +389,7 @@ ALL_MODELS = NEWEST | {
     "hy_v4_vl": MediaModel(
         "HYV4VL",
         {
-            "text_config": {**INDEXED, **SHARED_CHOICE, "rope_parameters": rope(2, 1, 1)},
+            "text_config": {**INDEXED, **SHARED_CHOICE, ROPE: rope(2, 1, 1)},
             "vision_config": {**OF_16, "spatial_merge_size": 2, "out_hidden_size": 32}
             | {"max_image_size": 8},
             **IMAGES_AND_VIDEOS,
@@ -399,8 +401,7 @@ ALL_MODELS = NEWEST | {
     "qwen3_5": MediaModel(
         "Qwen3_5",
         {
-            "text_config": {**TEXT, **DELTA}
-            | {"rope_parameters": rope(2, 1, 1, partial_rotary_factor=1.0)},
+            "text_config": {**TEXT, **DELTA} | {ROPE: rope(2, 1, 1, partial_rotary_factor=1.0)},
             "vision_config": QWEN3,
             **TOKENS,
         },
@@ -422,7 +423,7 @@ if OF_5:  # PaliGemma of transformers 4 is refused
         },
         paligemma_batch,
     )
-if tf.__version__ < "5":  # transformers 5.24 reads an output of Llama 4 that is not there
+if not OF_5:  # transformers 5.24 reads an output of Llama 4 that is not there
     ALL_MODELS["llama4"] = MediaModel(
         "Llama4",
         {

@@ -64,7 +64,8 @@ class MediaModel:
             config._experts_implementation = "eager"
         model = getattr(tf, self.name + self.head)(config)
         if self.name == "Qwen3OmniMoeThinker":
-            for owner in (model, model.model):  # it joins positions of the dtypes of `float`
+            owners = [x for x in (model, model.model) if hasattr(x, "get_rope_index")]
+            for owner in owners:  # it joins positions of the dtypes of `float`
                 owner.get_rope_index = without_float32(owner.get_rope_index)
         if self.name == "Kimi_K25":
             tower = model.model.vision_tower  # it averages the frames of a video in float32

@@ -51,6 +51,7 @@ def test_sounds_that_are_encoded_by_the_longest_beside_them_are_refused() -> Non
 @pytest.mark.skipif(BLOCKS_IN_WINDOWS, reason="windows hold inside of images here")
 def test_an_image_longer_than_a_window_is_refused() -> None:
     def rank(model: Any, sp: Any) -> None:
+        model.config.text_config.sliding_window = 3
         with pytest.raises(NotImplementedError, match="an image of 4 tokens is longer than"):
             wf_transformers.shard_media(model, sp, media_batch("gemma3"))
 

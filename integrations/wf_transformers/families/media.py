@@ -70,7 +70,7 @@ def shard_media(
 
     Raises:
         NotImplementedError: for another model, for media that it does not take, and for a prefix
-            (PaliGemma 2) longer than a sliding window.
+            (PaliGemma 2), in some releases an image (Gemma 3), longer than a sliding window.
         ValueError: if tokens and features differ in number, or the ranks' batches differ.
     """
     return cut_media(model, sp, batch, partial(sp.shard_batch, pad_token_id=pad_token_id))

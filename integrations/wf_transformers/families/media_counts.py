@@ -46,8 +46,10 @@ class Modality:
 
 
 def merging_model(model: Any) -> Any:
-    """The model that merges features into embeddings: in transformers 5 the inner model."""
-    return getattr(model, "model", model)
+    """The model that merges features into embeddings: since 4.52 mostly an inner model."""
+    inner = getattr(model, "model", model)
+    encodes = hasattr(model, "get_image_features") or hasattr(model, "get_audio_features")
+    return model if encodes and hasattr(inner, "embed_tokens") else inner  # it has tokens alone
 
 
 def medium_of_rows(sizes: Sequence[int]) -> Tensor:

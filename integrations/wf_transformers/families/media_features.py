@@ -5,7 +5,7 @@ Shapes: n features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -159,8 +159,9 @@ class _SoundSelection(_FeatureSelection):
 def _selected(features: Any, rows: Tensor) -> Any:
     """What a method for features returned, with those at `rows` alone:
 
-    features                                    in transformers 4
-    (features, lengths)                         LLaVA-NeXT and LLaVA-OneVision
+    features, or those of each medium           in transformers 4
+    (features, lengths or others)               LLaVA-NeXT, LLaVA-OneVision, Ovis 2
+    (features, [those of some layers])          Qwen3-VL
     an output with pooler_output                in transformers 5
         and attention_mask (sounds, n)          Gemma 4's sounds, which are padded
         and last_hidden_state, the same         the Omnis' sounds
@@ -168,8 +169,12 @@ def _selected(features: Any, rows: Tensor) -> Any:
     """
     if isinstance(features, Tensor):
         return _select(features, rows)
-    if isinstance(features, tuple):
-        return _select(features[0], rows), features[1]
+    if isinstance(features, (tuple, list)):
+        if _are_of_media(features):
+            return _select(features, rows)
+        first, others = features
+        others = others if isinstance(others, Tensor) else [x[rows] for x in others]
+        return _select(first, rows), others
     pooled, mask = features.pooler_output, features.get("attention_mask")
     if mask is not None:
         features.pooler_output = _select(pooled[mask.bool()], rows)[None]
@@ -181,6 +186,12 @@ def _selected(features: Any, rows: Tensor) -> Any:
     if layers := features.get("deepstack_features"):
         features.deepstack_features = [(torch.cat([*x])[rows],) for x in layers]
     return features
+
+
+def _are_of_media(features: Sequence[Any]) -> bool:
+    """Whether each is the features of a medium, not lengths, or features of another kind."""
+    dims = {x.dim() if isinstance(x, Tensor) and x.is_floating_point() else None for x in features}
+    return len(dims) == 1 and None not in dims
 
 
 def _select(features: Any, rows: Tensor) -> Any:

@@ -39,6 +39,8 @@ from wf_transformers.families.media_counts import (
 )
 from wf_transformers.models import outermost, row_of
 
+MASKS = "transformers.masking_utils"  # since 4.53
+masking_utils: Any = import_module(MASKS) if find_spec(MASKS) else None
 BLOCK_TYPES = "token_type_ids"
 TYPES = "mm_token_type_ids"
 """Of tokens: 0 text, 1 image, 2 video."""
@@ -73,11 +75,11 @@ class Media:
 
 
 def by_image(types: Tensor, _: Any) -> Tensor:
-    """Type 1 is an image, 2 a video. In transformers 4 all images of a sample are one block."""
+    """Type 1 is an image, 2 a video. Before 4.53 all images of a sample are one block."""
     is_image = (types == 1) | (types == 2)
     first = is_image & ~is_image.roll(1, dims=1)
     first[:, 0] = is_image[:, 0]
-    return torch.where(is_image, first.cumsum(dim=1) if HAS_INNER else 1, -1)
+    return torch.where(is_image, first.cumsum(dim=1) if masking_utils else 1, -1)
 
 
 def prefix(types: Tensor, _: Any) -> Tensor:
@@ -93,9 +95,10 @@ def by_image_if_wanted(types: Tensor, config: Any) -> Tensor:
 
 HAS_INNER = hasattr(transformers, "LlavaOnevisionModel")  # since 4.52
 OF_5 = int(transformers.__version__.partition(".")[0]) >= 5
-MASKS = "transformers.masking_utils"  # since 4.53
-BLOCKS_IN_WINDOWS = not find_spec(MASKS) or hasattr(import_module(MASKS), "blockwise_overlay")
+BLOCKS_IN_WINDOWS = masking_utils is None or hasattr(masking_utils, "blockwise_overlay")
 """Whether a sliding window holds inside of an image: not in transformers 4.53 to 5.1."""
+ENDS_VIDEOS = hasattr(masking_utils, "blockwise_overlay")
+"""Whether the method for videos gives the feature at the end of one: not in transformers 5.1."""
 MERGE_SOUNDS = "_merge_input_ids_with_audio_features"
 """Qwen2-Audio's method for prompts with one token for each sound."""
 TOWER = ("vision_tower", "multi_modal_projector")
@@ -118,14 +121,17 @@ IMAGES_IN_PIXELS = replace(TILES, count=by_pixels, others=("image_sizes",))
 PACKED = replace(
     TILES, features="pack_image_features", count=packed, others=("image_sizes", NUMBERS)
 )
-ONEVISION = Media((PACKED, CLIPS) if HAS_INNER else (PACKED,), TOWER)
-"""In transformers 4 the method for videos gives no features."""
+NEXT_VIDEO = Media((PACKED, CLIPS) if HAS_INNER else (PACKED,), TOWER)
+"""Before 4.52 the method for videos gives no features."""
+ONEVISION = Media((PACKED, CLIPS) if ENDS_VIDEOS else (PACKED,), TOWER)
 PADDED = replace(TILES, others=("pixel_attention_mask",), by_sample=True)
 TILES_OF_SHAPES = replace(TILES, count=by_shapes, others=("spatial_shapes", "pixel_attention_mask"))
 SOUNDS_IN_FRAMES = replace(SOUNDS, count=by_frames, others=(FRAMES,))
 MASKED_SOUNDS = replace(SOUNDS, count=by_frames, others=("input_features_mask",))
 MERGED_SOUNDS = replace(SOUNDS_IN_FRAMES, features=MERGE_SOUNDS)
-OMNI = Media((SOUNDS_IN_FRAMES, IMAGES, VIDEOS), ("audio_tower", "visual"), rope=True)
+OMNI = Media(
+    (SOUNDS_IN_FRAMES, IMAGES, VIDEOS), ("audio_tower", "visual"), rope=True, one_by_one=not OF_5
+)
 DOTS3 = (IMAGES, VIDEOS, replace(SOUNDS, count=by_samples, others=("chunk_sample_lengths",)))
 WAVES = Modality("input_values", "audio_token", "get_audio_features", by_samples)
 WAVES = replace(WAVES, others=("input_values_mask",))
@@ -149,7 +155,8 @@ ROWS = (
     ("Glm5Next", replace(GLM, rope=False)),
     ("Llava Mistral3 MistralLarge4", Media((IMAGES_IN_PIXELS,), TOWER)),
     ("LlavaNext", Media((PACKED,), TOWER)),
-    ("LlavaNextVideo LlavaOnevision", ONEVISION),
+    ("LlavaNextVideo", NEXT_VIDEO),
+    ("LlavaOnevision", ONEVISION),
     ("Gemma3", Media((TILES,), TOWER, by_image)),
     ("Gemma4", GEMMA4),
     ("MiniMaxM3Sparse", Media((IMAGES, VIDEOS), TOWER)),
@@ -169,7 +176,7 @@ ROWS = (
     ("DeepseekVL", Media((TILES,), ("vision_model", "aligner"))),
     ("LightOnOcr", Media((IMAGES_IN_PIXELS,), ("vision_encoder", "vision_projection"))),
     ("PaddleOCRVL", Media((IMAGES,), ("visual", "projector"), rope=True, one_by_one=True)),
-    ("Lfm2Vl", Media((TILES_OF_SHAPES,), TOWER)),
+    ("Lfm2Vl", Media((TILES_OF_SHAPES,), TOWER, one_by_one=not OF_5)),
     ("Idefics2 Idefics3 SmolVLM", Media((PADDED,), ("vision_model", "connector"))),
     ("Qwen2Audio", Media((MERGED_SOUNDS,), AUDIO_TOWER, hidden_from=("embed_tokens",))),
     ("Voxtral", Media((SOUNDS,), AUDIO_TOWER)),
@@ -209,7 +216,8 @@ def language_model(model: Any) -> PreTrainedModel:
     if media_of(model) is None:
         return model
     inner = merging_model(model)
-    return getattr(inner, "language_model", getattr(inner, "text_model", model))
+    own = getattr(model, "model", model) if inner is model else model
+    return getattr(inner, "language_model", getattr(inner, "text_model", own))
 
 
 def token_of(model: Any, modality: Modality) -> int:
