@@ -35,7 +35,7 @@ from wf_backends.autochunk.graph.inputs import (
     restored_attributes,
     separated_from_weights,
 )
-from wf_backends.autochunk.graph.packing import skipped_packing_check
+from wf_backends.autochunk.graph.packing import traced_masks
 from wf_backends.autochunk.slicing import changed, split_group_norms
 
 aten = torch.ops.aten
@@ -173,7 +173,7 @@ def _export_as_eager(model: nn.Module, args: tuple) -> Any:
     no_stacks = mock.patch.object(fx_config, "do_not_emit_stack_traces", True, create=True)
     lazy = _use_lazy_graph_module(True)
     norms = mock.patch.object(functional, "batch_norm", _batch_norm)
-    with torch.no_grad(), no_stacks, lazy, norms, skipped_packing_check():
+    with torch.no_grad(), no_stacks, lazy, norms, traced_masks():
         try:
             with mock.patch.dict(vars(torch.compiler), eager):
                 return torch.export.export(model, args, strict=False)
