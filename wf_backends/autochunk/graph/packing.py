@@ -82,9 +82,9 @@ def _is_range(position_ids: Tensor) -> bool:
     slot: Any = mode and get_proxy_slot(position_ids, mode.tracer, None)
     node = slot.proxy.node if slot else None
     while isinstance(node, fx.Node) and node.target in _KEEP_INCREMENTS:
-        source = node.args[0]
         if sum(isinstance(x, fx.Node) for x in node.args) != 1 or node.kwargs:
             return False
+        (source,) = node.all_input_nodes
         if source.meta["val"].shape[-1] != node.meta["val"].shape[-1]:
             return False
         node = source
