@@ -161,7 +161,10 @@ def rope_positions(model: Any, batch: Mapping[str, Any]) -> Tensor:
     """(axes, b, S): positions in time, height and width; in HunYuan-VL four."""
     positions = batch.get("position_ids")
     if positions is None and batch.get("cu_seqlens") is not None:
-        raise ValueError("packed documents with media: give position_ids (axes, b, S) that restart")
+        raise ValueError(
+            f"packed documents with media: give position_ids ({rope_axes(model)}, b, S) that "
+            "restart"
+        )
     if positions is None:
         owner = model if hasattr(model, "get_rope_index") else merging_model(model)
         frames = batch.get(FRAMES)

@@ -87,9 +87,9 @@ def by_grid(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
     return media[modality.rows].prod(dim=1) // side**2
 
 
-def by_merge_sizes(_: Any, __: Modality, media: Tensors, ___: int) -> Tensor:
+def by_merge_sizes(_: Any, modality: Modality, media: Tensors, __: int) -> Tensor:
     """VideoLLaMA 3: an image has its own side in patches of what becomes one feature."""
-    return media["image_grid_thw"].prod(dim=1) // media["image_merge_sizes"] ** 2
+    return media[modality.rows].prod(dim=1) // media["image_merge_sizes"] ** 2
 
 
 def by_area(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
@@ -105,9 +105,9 @@ def by_lines(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
     return frames * (height // side) * (width // side + 1)
 
 
-def by_lines_between_borders(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
+def by_lines_between_borders(model: Any, modality: Modality, media: Tensors, n: int) -> Tensor:
     """As `by_lines`, and one more feature before and behind the image."""
-    return by_lines(model, modality, media, _) + 2
+    return by_lines(model, modality, media, n) + 2
 
 
 def by_pixels(model: Any, modality: Modality, media: Tensors, tokens: int) -> Tensor | list[int]:
