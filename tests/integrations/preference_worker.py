@@ -118,23 +118,19 @@ def dpo_lora(arguments: Options, options: Options, dtype: torch.dtype = torch.fl
 
 
 def orpo(arguments: Options, options: Options, dtype: torch.dtype = torch.float64) -> Any:
-    return without_reference(trl.ORPOTrainer, trl.ORPOConfig, arguments, options, dtype)
+    return without_reference("orpo", arguments, options, dtype)
 
 
 def cpo(arguments: Options, options: Options, dtype: torch.dtype = torch.float64) -> Any:
-    return without_reference(trl.CPOTrainer, trl.CPOConfig, arguments, options, dtype)
+    return without_reference("cpo", arguments, options, dtype)
 
 
-def without_reference(
-    trainer_class: type,
-    config_class: type,
-    arguments: Options,
-    options: Options,
-    dtype: torch.dtype,
-) -> Any:
+def without_reference(name: str, arguments: Options, options: Options, dtype: torch.dtype) -> Any:
+    trainer_class, config_class = trl_jobs.classes(name)
+    lengths = trl_jobs.taken(config_class, max_length=64, max_prompt_length=32)
     return recording(trainer_class)(
         tiny_llama().to(dtype),
-        config_class(**arguments, **options, max_length=64, max_prompt_length=32),
+        config_class(**arguments, **options, **lengths),
         train_dataset=preferences(),
         processing_class=make_tokenizer(),
     )
@@ -160,8 +156,7 @@ def policy_trainer(
     options: Options,
     dtype: torch.dtype,
 ) -> Any:
-    lengths = {"max_completion_length": 20}
-    lengths |= {} if RELEASE >= (0, 29) else {"max_prompt_length": 16}  # TRL 1 has no such option
+    lengths = trl_jobs.taken(config_class, max_completion_length=20, max_prompt_length=16)
     config = config_class(**arguments, **options, **lengths)  # it starts the job: before its state
     policy, folder, job = (
         tiny_llama().to(dtype),
@@ -188,7 +183,7 @@ def reward(arguments: Options, options: Options, dtype: torch.dtype = torch.floa
     return recording(RewardTrainer)(
         reward_model().to(dtype),
         RewardConfig(**arguments, **options, max_length=64),
-        train_dataset=preferences() if RELEASE >= (0, 29) else tokenized(preferences()),
+        train_dataset=preferences() if RELEASE >= (0, 24) else tokenized(preferences()),
         processing_class=make_tokenizer(),
     )
 
@@ -199,10 +194,11 @@ def kto(arguments: Options, options: Options, dtype: torch.dtype = torch.float64
         for row in preferences()
         for answer in ("chosen", "rejected")
     ]
-    return recording(trl.KTOTrainer)(
+    trainer_class, config_class = trl_jobs.classes("kto")
+    return recording(trainer_class)(
         tiny_llama().to(dtype),
         reference_model(dtype),
-        trl.KTOConfig(**arguments, **options),
+        config_class(**arguments, **options),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=make_tokenizer(),
     )

@@ -15,9 +15,11 @@ import torch
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=ImportError)
 pytest.importorskip("trl", reason="TRL is not installed", exc_type=ImportError)
 
+from trl import GRPOConfig, RLOOTrainer  # noqa: E402
+
 from tests.integrations.accelerate_jobs import Results  # noqa: E402
 from tests.integrations.deepspeed_jobs import tiny_llama  # noqa: E402
-from tests.integrations.trl_jobs import RELEASE, run_trl  # noqa: E402
+from tests.integrations.trl_jobs import RELEASE, is_experimental, run_trl  # noqa: E402
 from tests.long import selected_cases  # noqa: E402
 from wf_deepspeed import trainers  # noqa: E402
 from wf_transformers.whole_batches import trl_trainers  # noqa: E402
@@ -49,16 +51,17 @@ CASES = {
         "grpo", 3, GENERATIONS | {"ds3_gather_for_generation": False}, gradient_checkpointing=True
     ),
 }
-if RELEASE >= (0, 29):
+if hasattr(GRPOConfig, "top_entropy_quantile"):
+    CASES["grpo_entropy"] = case(
+        "grpo", 2, GENERATIONS | {"top_entropy_quantile": 0.9, "log_completions": True}
+    )
+if hasattr(RLOOTrainer, "_get_per_token_logps_and_entropies"):
     CASES |= {
-        "grpo_entropy": case(
-            "grpo", 2, GENERATIONS | {"top_entropy_quantile": 0.9, "log_completions": True}
-        ),
         "rloo_zero0": case("rloo", 0, REUSED, **SLOW),
         "rloo_zero2": case("rloo", 2, {"num_generations": 4, "beta": 0.1}, **AT_ONCE, **SLOW),
         "rloo_zero3": case("rloo", 3, REUSED, **SLOW),
     }
-else:
+if RELEASE < (0, 29):
     CASES |= {
         "dpo_zero2": case("dpo", 2, {"rpo_alpha": 0.5, "gradient_accumulation_steps": 2}),
         "dpo_zero3": case("dpo", 3, {}),
@@ -120,7 +123,7 @@ def test_an_evaluation_of_a_policy_before_its_training_is_refused() -> None:
 def test_a_trainer_that_generates_in_a_way_of_its_own_is_refused(method: str) -> None:
     """Before its loaders; nothing would make its ranks draw alike. RLOO and PPO of TRL 0.19 have a
     `train` of their own, and call the other method when they are made."""
-    package = "trl.experimental.online_dpo" if RELEASE >= (0, 29) else "trl.trainer"
+    package = "trl.experimental.online_dpo" if is_experimental("online_dpo") else "trl.trainer"
     trainer_class = import_module(f"{package}.online_dpo_trainer").OnlineDPOTrainer
     trainer = object.__new__(type("Mine", (trainer_class,), {}))
     trainer.model = tiny_llama()

@@ -19,12 +19,19 @@ pytest.importorskip("trl", reason="TRL is not installed", exc_type=ImportError)
 
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
-from trl import LogCompletionsCallback  # noqa: E402
+from trl import DPOConfig, GRPOConfig, LogCompletionsCallback, RLOOTrainer  # noqa: E402
 
 import wf_accelerate  # noqa: E402
 from tests.integrations.accelerate_jobs import Results  # noqa: E402
 from tests.integrations.deepspeed_jobs import tiny_llama  # noqa: E402
-from tests.integrations.trl_jobs import CONCENTRIC, HAS_FUSED_HEAD, RELEASE, run_trl  # noqa: E402
+from tests.integrations.trl_jobs import (  # noqa: E402
+    CONCENTRIC,
+    HAS_FUSED_HEAD,
+    has,
+    is_experimental,
+    run_trl,
+    taken,
+)
 from tests.long import selected_cases  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_transformers import Handle, attach_model  # noqa: E402
@@ -37,10 +44,10 @@ ACCUMULATION = {"gradient_accumulation_steps": 2}
 GENERATIONS = {"num_generations": 4, "gradient_accumulation_steps": 2}
 OVER_GROUPS = {"num_generations": 4, "top_entropy_quantile": 0.9, "scale_rewards": "batch"}
 """Completions of a prompt in both groups; a quantile and a deviation over the samples of both."""
-if RELEASE >= (0, 29):
-    DPO_AND_SFT_LOSS: dict[str, Any] = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
-else:
-    DPO_AND_SFT_LOSS = {"rpo_alpha": 0.5}
+DPO_AND_SFT_LOSS = taken(DPOConfig, rpo_alpha=0.5) or {
+    "loss_type": ["sigmoid", "sft"],
+    "loss_weights": [1.0, 0.5],
+}
 
 
 def case(
@@ -60,12 +67,13 @@ CASES = {
     "reward": case("reward", CONCENTRIC),
     "reward_groups": case("reward", TWO_GROUPS, {"center_rewards_coefficient": 0.1}),
 }
-if RELEASE >= (0, 29):
-    CASES |= {
-        "rloo": case("rloo", TWO_GROUPS, {"beta": 0.1, "normalize_advantages": True} | GENERATIONS),
-        "grpo_over_groups": case("grpo", TWO_GROUPS, OVER_GROUPS),
-    }
-else:
+if hasattr(RLOOTrainer, "_get_per_token_logps_and_entropies"):
+    CASES["rloo"] = case(
+        "rloo", TWO_GROUPS, {"beta": 0.1, "normalize_advantages": True} | GENERATIONS
+    )
+if taken(GRPOConfig, **OVER_GROUPS) == OVER_GROUPS:
+    CASES["grpo_over_groups"] = case("grpo", TWO_GROUPS, OVER_GROUPS)
+if has("orpo"):
     CASES |= {
         "orpo": case("orpo", CONCENTRIC),
         "cpo": case("cpo", TWO_GROUPS, ACCUMULATION),
@@ -190,15 +198,11 @@ def test_vllm_is_refused(tmp_path: Path) -> None:
         wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 1})
 
 
-@pytest.mark.parametrize(
-    ("file", "name"),
-    [("gkd.gkd_trainer", "GKDTrainer"), ("online_dpo.online_dpo_trainer", "OnlineDPOTrainer")],
-)
-def test_a_trainer_that_generates_in_a_way_of_its_own_is_refused(file: str, name: str) -> None:
+@pytest.mark.parametrize(("method", "name"), [("gkd", "GKD"), ("online_dpo", "OnlineDPO")])
+def test_a_trainer_that_generates_in_a_way_of_its_own_is_refused(method: str, name: str) -> None:
     """Before it trains: its model's `generate` would end at the first step."""
-    package = "trl.experimental" if RELEASE >= (0, 29) else "trl.trainer"
-    file = file if RELEASE >= (0, 29) else file.split(".")[1]
-    trainer_class = getattr(import_module(f"{package}.{file}"), name)
+    package = f"trl.experimental.{method}" if is_experimental(method) else "trl.trainer"
+    trainer_class = getattr(import_module(f"{package}.{method}_trainer"), f"{name}Trainer")
     trainer = object.__new__(type("Mine", (trainer_class,), {}))
     trainer.args, trainer.model = SimpleNamespace(n_gpu=1), tiny_llama()
     with pytest.raises(NotImplementedError, match="Mine generates completions in training"):

@@ -15,10 +15,10 @@ import wf_accelerate
 from tests.integrations.accelerate_worker import run_cases
 from tests.integrations.deepspeed_jobs import SEQLEN, tiny_llama
 from tests.integrations.deepspeed_trainer import NUM_EVALUATED, Samples
-from tests.integrations.trl_jobs import RELEASE, number_tokenizer
+from tests.integrations.trl_jobs import RELEASE, number_tokenizer, taken
 
 METRICS = ("loss", "grad_norm", "num_tokens", "mean_token_accuracy")
-METRICS += ("entropy",) if RELEASE >= (0, 29) else ()  # TRL 0.19 has none
+METRICS += ("entropy",) if RELEASE >= (0, 20) else ()  # TRL 0.19 has none
 EVAL_METRICS = [f"eval_{name}" for name in METRICS if name != "grad_norm"]
 STEPS = 4
 
@@ -37,7 +37,7 @@ def unpadded_samples(size: int, packed: bool) -> datasets.Dataset:
 def train(case: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train and evaluate; return the metrics of each step and of the evaluation."""
     packed = case["packed"]
-    loss = {"loss_type": "nll"} if RELEASE >= (0, 29) else {}  # not chunked, as from 1.7 to 1.14
+    loss = taken(SFTConfig, loss_type="nll")  # not chunked, as from 1.7 to 1.14
     length = {"packing": True, "max_length": 2 * SEQLEN} if packed else {"max_length": None}
     arguments = SFTConfig(
         output_dir=folder,
