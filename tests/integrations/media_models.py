@@ -309,7 +309,8 @@ ALL_MODELS = NEWEST | {
             "text_config": {**TEXT, **EXPERTS, "num_experts": 4, "head_dim": 8}
             | {ROPE: rope(2, 1, 1)},
             "vision_config": DEEPSTACK,
-            "audio_config": OMNI_AUDIO | {"downsample_hidden_size": 8, "n_window_infer": 100},
+            "audio_config": OMNI_AUDIO
+            | {"downsample_hidden_size": 8, "n_window": 50, "n_window_infer": 100},
             **OMNI_TOKENS,
         },
         partial(omni_batch, (112, 104, 100), (15, 14, 13)),

@@ -46,15 +46,15 @@ from tests.integrations.results import (  # noqa: E402
     run_whole_batch,
     with_token_loss,
 )
-from tests.integrations.transformers_models import (  # noqa: E402
-    OF_5,
-    sequence_parallel,
-    stay_in_float64,
-)
+from tests.integrations.transformers_models import sequence_parallel, stay_in_float64  # noqa: E402
 from wf_transformers import ModelOptions, WholeBatchHooks  # noqa: E402
+from wf_transformers.families.media_counts import merging_model  # noqa: E402
+from wf_transformers.families.media_features import MASK_OF_TYPES  # noqa: E402
 from wf_transformers.families.media_table import media_modules  # noqa: E402
+from wf_transformers.models import file_of  # noqa: E402
 
 HAS_INNER = hasattr(tf, "LlavaOnevisionModel")  # since 4.52
+TYPE_OF_TEXT = {"gemma3": 0, "paligemma": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +63,8 @@ def all_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_on_one_device(family: str, inputs: dict[str, Any]) -> Result:
-    model = build(family)
-    mask = {}
-    if not OF_5 and family.startswith(("glm", "qwen3_vl")):  # else it takes images for documents
+    model, mask = build(family), {}
+    if family.startswith(("glm", "qwen3_vl")):  # else some releases take images for documents
         mask = {"attention_mask": torch.ones_like(inputs["input_ids"])}
     logits = model(**mask | without_labels(inputs), use_cache=False).logits
     return with_token_loss(model, logits, inputs)
@@ -155,8 +154,12 @@ def test_packed_documents_with_images_are_exact(family: str) -> None:
 @pytest.mark.parametrize("family", [*MODELS, *TEXT_ALONE])
 def test_text_alone_is_exact(family: str) -> None:
     ids = qwen_batch()["input_ids"].clamp(max=9)  # no token of an image
-    mask = {"attention_mask": torch.ones_like(ids)} if family == "llama4" else {}  # it needs one
-    assert_exact(family, 2, {"input_ids": ids, "labels": ids, **mask})
+    inputs = {"input_ids": ids, "labels": ids}
+    if family == "llama4":  # it needs one
+        inputs["attention_mask"] = torch.ones_like(ids)
+    if hasattr(file_of(merging_model(build(family))), MASK_OF_TYPES):  # it needs types in training
+        inputs["token_type_ids"] = torch.full_like(ids, TYPE_OF_TEXT[family])
+    assert_exact(family, 2, inputs)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "llava", "gemma3", "qwen2_audio", "smolvlm"])

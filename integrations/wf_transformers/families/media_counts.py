@@ -126,9 +126,9 @@ def by_shapes(model: Any, _: Modality, media: Tensors, __: int) -> Tensor:
 def by_frames(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
     """The first of `others` (media, frames): the frames of a sound that are not padding."""
     frames, tower = media[modality.others[0]].sum(dim=1), merging_model(model).audio_tower
-    if hasattr(tower, LENGTHS):
+    lengths = getattr(file_of(tower), LENGTHS, None)  # Qwen3-Omni, Qwen3-ASR
+    if lengths is None:
         return getattr(tower, LENGTHS)(frames)[1]
-    lengths = getattr(file_of(tower), LENGTHS)  # Qwen3-Omni, Qwen3-ASR
     chunk = 2 * tower.n_window
     if frames.min() < min(chunk, int(frames.max())):
         raise NotImplementedError(
@@ -136,7 +136,8 @@ def by_frames(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
             "the longest beside it says, which another rank may encode: give sounds of at least "
             f"{chunk} frames, or all of one length"
         )
-    return lengths(frames, tower.n_window)
+    takes_window = len(inspect.signature(lengths).parameters) > 1  # in some releases it is 50
+    return lengths(frames, tower.n_window) if takes_window else lengths(frames)
 
 
 def by_positions(model: Any, modality: Modality, media: Tensors, _: int) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wf_transformers.attention.blocks import BLOCKS
 from wf_transformers.attention.documents import OF_CALLS
 from wf_transformers.attention.function import Attention
 from wf_transformers.calls import by_name, parameter_names, refuse_call, refuse_media
@@ -22,10 +23,20 @@ from wf_transformers.families.media_table import (
     Media,
     language_model,
     media_of,
+    prefix,
     rope_axes,
     token_of,
 )
 from wf_transformers.handle import Handle
+from wf_transformers.models import file_of
+
+MASK_OF_TYPES = "create_causal_mask_mapping"
+"""A function in the files of Gemma 3 and PaliGemma of transformers 5.0 to 5.6: it needs the types
+of tokens in training, and shows more than is causal. `shard_media` has made blocks of the types."""
+
+
+class _KeptMask(dict[str, Any]):
+    """A mask in the form that `generate` gives it in: the model makes no other of token types."""
 
 
 def hook_media(model: nn.Module, handle: Handle) -> None:
@@ -48,6 +59,8 @@ def hook_media(model: nn.Module, handle: Handle) -> None:
             owner = model if hasattr(model, row.modules[-1]) else inner
             handle.after(owner.get_submodule(row.modules[-1]), selection.leave)
     handle.before(model, selection.enter, first=True)
+    if hasattr(file_of(inner), MASK_OF_TYPES):
+        handle.before(inner, selection.keep_mask)
     handle.before(language_model(model), selection.pass_on)
     if hasattr(inner, "inputs_merger"):  # Idefics 3 and SmolVLM of transformers 4
         handle.set(inner, "inputs_merger", partial(_merge, token_of(model, row.modalities[0])))
@@ -102,9 +115,20 @@ class _FeatureSelection:
                 "of its tokens"
             )
 
+    def keep_mask(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hide the mask from the model's `MASK_OF_TYPES`, until `pass_on`. A PaliGemma without
+        types, which then sees all of its text, is left to say so."""
+        if self.row.blocks is prefix and BLOCKS not in self.documents:
+            return None
+        mask = kwargs.get("attention_mask")
+        kept = mask if isinstance(mask, dict) else _KeptMask(kept=mask)
+        return args, kwargs | {"attention_mask": kept}
+
     def pass_on(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the documents to the language model: not every model passes keywords on, and in an
         encoder borders of tokens would be taken for those of patches."""
+        if isinstance(mask := kwargs.get("attention_mask"), _KeptMask):
+            kwargs = kwargs | {"attention_mask": mask["kept"]}
         if self.pending and called is not self.model:
             raise ValueError(
                 f"{type(self.model).__name__} merged no features on this rank, and tokens of it "
@@ -164,7 +188,7 @@ def _selected(features: Any, rows: Tensor) -> Any:
     (features, [those of some layers])          Qwen3-VL
     an output with pooler_output                in transformers 5
         and attention_mask (sounds, n)          Gemma 4's sounds, which are padded
-        and last_hidden_state, the same         the Omnis' sounds
+        and last_hidden_state, the same         the Omnis' sounds; in 5.0 to 5.10 it alone
         and deepstack_features of some layers   Qwen3-VL
     """
     if isinstance(features, Tensor):
@@ -176,6 +200,9 @@ def _selected(features: Any, rows: Tensor) -> Any:
         others = others if isinstance(others, Tensor) else [x[rows] for x in others]
         return _select(first, rows), others
     pooled, mask = features.pooler_output, features.get("attention_mask")
+    if pooled is None:
+        features.last_hidden_state = _select(features.last_hidden_state, rows)
+        return features
     if mask is not None:
         features.pooler_output = _select(pooled[mask.bool()], rows)[None]
         features.attention_mask = mask.new_ones(features.pooler_output.shape[:2])
@@ -184,7 +211,7 @@ def _selected(features: Any, rows: Tensor) -> Any:
     if features.get("last_hidden_state") is pooled:
         features.last_hidden_state = features.pooler_output
     if layers := features.get("deepstack_features"):
-        features.deepstack_features = [(torch.cat([*x])[rows],) for x in layers]
+        features.deepstack_features = [_select(x, rows) for x in layers]
     return features
 
 

@@ -130,7 +130,7 @@ SOUNDS_IN_FRAMES = replace(SOUNDS, count=by_frames, others=(FRAMES,))
 MASKED_SOUNDS = replace(SOUNDS, count=by_frames, others=("input_features_mask",))
 MERGED_SOUNDS = replace(SOUNDS_IN_FRAMES, features=MERGE_SOUNDS)
 OMNI = Media(
-    (SOUNDS_IN_FRAMES, IMAGES, VIDEOS), ("audio_tower", "visual"), rope=True, one_by_one=not OF_5
+    (SOUNDS_IN_FRAMES, IMAGES, VIDEOS), ("audio_tower", "visual"), rope=True, one_by_one=True
 )
 DOTS3 = (IMAGES, VIDEOS, replace(SOUNDS, count=by_samples, others=("chunk_sample_lengths",)))
 WAVES = Modality("input_values", "audio_token", "get_audio_features", by_samples)
