@@ -266,11 +266,12 @@ def train(case: dict[str, Any], folder: str) -> dict[str, Any]:
     config = case["wallfacer"]
     handle = wf_accelerate.connect_trainer(trainer, config) if config else None
     trainer.train()
-    evaluation = trainer.evaluate() if trainer.eval_dataset is not None else {}
+    if trainer.eval_dataset is not None:
+        trainer.evaluate()  # of TRL 0.29 returns the loss alone, and logs the others
     return {
         "losses": trainer.losses,
         "parameter_change": (flat_parameters(trainer.model) - initial).tolist(),
-        "eval": without_times(evaluation),
+        "eval": without_times(trainer.state.log_history[-1]),
         "bytes_sent": handle.report() if handle else {},
     }
 
