@@ -47,6 +47,7 @@ from wf_transformers.models import (
     outermost,
     row_of,
     uses_registry,
+    warn_about_shared_keys,
     warn_about_windows,
 )
 from wf_transformers.replace import run_hooks_inside_peft
@@ -115,6 +116,7 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
         refuse_unspreadable(model)
         check_tensor_parallel(model, handle)
     warn_about_windows(model)
+    warn_about_shared_keys(model)
     handle.attention.record_layer_names(model)
     for module, attributes in changes_in(model, handle.attention):
         for name, value in attributes.items():

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import lru_cache
+from inspect import signature
 from typing import Any, Literal, TypeVar
 
 import transformers
@@ -176,6 +177,24 @@ def warn_about_windows(model: PreTrainedModel) -> None:
             f"attention of transformers {transformers.__version__} give one to all layers",
             stacklevel=2,
         )
+
+
+def warn_about_shared_keys(model: nn.Module) -> None:
+    """Warn where layers take the keys of an earlier layer only out of a KV cache.
+
+    Gemma 3n of transformers 4.53 to 5.3 does: without a cache, as in training, they make their own.
+    Later ones pass `shared_kv_states` from layer to layer.
+    """
+    for module in model.modules():
+        by_cache = "shared_kv_states" not in signature(module.forward).parameters
+        if getattr(module, "is_kv_shared_layer", False) and by_cache:
+            warnings.warn(
+                f"{type(model).__name__}: without a KV cache, as in training and over ranks, its "
+                "last layers make keys and values of their own in transformers "
+                f"{transformers.__version__}; in later releases they share those of earlier layers",
+                stacklevel=2,
+            )
+            return
 
 
 def refuse_varying_rope(module: nn.Module) -> None:

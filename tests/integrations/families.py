@@ -24,6 +24,7 @@ from tests.integrations.transformers_models import (
     SMALL,
     VOCAB,
 )
+from wf_transformers.calls import parameter_names
 
 ENCODER = {**SMALL, **BERT_DROPOUT, "num_attention_heads": 4, "max_position_embeddings": 64}
 GPT = {**GPT2, **NO_DROPOUT, "rotary_dim": 4}
@@ -338,9 +339,10 @@ def batch() -> dict[str, Any]:
 
 
 def run_on_one_device(family: Family, model: nn.Module, inputs: dict[str, Any]) -> Result:
-    """The reference: the model with transformers' own attention."""
+    """The reference: the model with transformers' own attention, without a KV cache."""
+    given = dict.fromkeys({"use_cache"} & {*parameter_names(model)}, False)
     with NoFloat32():
-        logits = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
+        logits = model(**given, **{k: v for k, v in inputs.items() if k != "labels"}).logits
     return with_token_loss(model, logits, inputs, family.masked_lm)
 
 

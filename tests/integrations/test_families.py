@@ -54,6 +54,7 @@ def assert_exact(
     assert_shares_sum_to(expected, run_threads(size, rank))
 
 
+@pytest.mark.filterwarnings("ignore:.*without a KV cache.*make keys and values of their own")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loss_and_gradients_are_exact(name: str, size: int) -> None:

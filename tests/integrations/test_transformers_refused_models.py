@@ -157,6 +157,19 @@ def test_attach_warns_that_only_some_layers_of_qwen2_have_a_window() -> None:
         wf_transformers.attach(model, SequenceParallel(SequenceParallelConfig())).remove()
 
 
+@pytest.mark.parametrize("passed_on", [False, True])
+def test_attach_warns_of_layers_that_share_keys_by_a_cache_alone(passed_on: bool) -> None:
+    """As Gemma 3n of transformers 4.53 to 5.3."""
+    model = build("llama", "sdpa", {})
+    layer = model.model.layers[-1].self_attn
+    layer.is_kv_shared_layer = True
+    if passed_on:
+        layer.forward = lambda *_, shared_kv_states=None, **__: None
+    warning = pytest.warns(UserWarning, match="its last layers make keys and values of their own")
+    with nullcontext() if passed_on else warning:
+        wf_transformers.attach(model, SequenceParallel(SequenceParallelConfig())).remove()
+
+
 DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 4.0}
 """Frequencies that follow from the length of the sequence."""
 

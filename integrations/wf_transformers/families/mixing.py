@@ -240,12 +240,15 @@ class SpreadMixer:
         layer, row = self.layer, self.row
         share = self._shares(torch.device("cpu"))[self.exchange.sp.rank]
         replacements: Mapping[str, nn.Module] = row.replacements(layer, share)
-        memo: dict[int, Any] = {id(layer.get_submodule(n)): m for n, m in replacements.items()}
+        modules = dict(layer.named_modules())
+        memo: dict[int, Any] = {id(modules[n]): m for n, m in replacements.items() if n in modules}
         memo |= {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in layer.parameters()}
         memo[id(getattr(layer, "config", None))] = getattr(layer, "config", None)
         attributes = (x for m in layer.modules() for x in vars(m).values())
         memo |= {id(x): None for x in attributes if isinstance(x, Tensor)}  # the last call's state
         layer_of_share = deepcopy(layer, memo).eval()
+        for name in replacements.keys() - modules.keys():  # norm of a Falcon-H1 without one
+            layer_of_share.add_module(name, replacements[name])
         for path, value in share.attributes.items():
             owner, _, name = path.rpartition(".")
             setattr(layer_of_share.get_submodule(owner), name, value)
