@@ -14,7 +14,7 @@ link's stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -47,15 +47,12 @@ class HostOutput:
     """Host memory into which a thread computes rows, to be copied to `out` on the accelerator.
 
     Attributes:
-        worker, task: the task's number, if the thread is a worker.
-        computing: if it is one of Python.
+        finish: has the stream of the call, or else the caller, wait until they are computed.
     """
 
     memory: Tensor
     out: Tensor
-    worker: Worker | None = None
-    task: int = 0
-    computing: Any = None
+    finish: Callable[[], object]
 
 
 class Accelerator(Lanes):
@@ -148,10 +145,10 @@ class Accelerator(Lanes):
         if worker is not None:
             task = getattr(worker.thread, operation)(weight, host_x, memory)
             worker.start_after(stream, task)
-            return HostOutput(memory, out, worker, task)
+            return HostOutput(memory, out, partial(worker.finish_before, stream, task))
         run = partial(OPERATIONS[operation], weight, host_x, memory)
         computing = self.submit("host", run, after=self._record(stream).synchronize)
-        return HostOutput(memory, out, computing=computing)
+        return HostOutput(memory, out, computing.result)
 
     def _host_memory(self, name: str, activation: Tensor) -> Tensor:
         """Host memory of an activation's shape and dtype, pinned unless none is left."""
@@ -167,14 +164,10 @@ class Accelerator(Lanes):
 
     def wait(self, events: Sequence[Any]) -> Any:
         self.check()
-        stream = self.streams.current()
         for event in events:
             if isinstance(event, HostOutput):  # a StreamEnd is on the caller's stream already
-                if event.worker is not None:
-                    event.worker.finish_before(stream, event.task)
-                else:
-                    event.computing.result()
-                self.streams.copy(stream, event.memory, event.out)
+                event.finish()
+                self.streams.copy(self.streams.current(), event.memory, event.out)
         self._copied_out = self.now()
         return self._copied_out
 
