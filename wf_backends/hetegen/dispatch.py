@@ -27,12 +27,10 @@ from wf_backends.hetegen.split_model import (
     mark_modules,
     split_weights,
 )
-from wf_backends.hetegen.weights import PHASES, Pinned, Plan, Request, make_plan
+from wf_backends.hetegen.weights import PHASES, Plan, Request, make_plan
 
 ACCELERATOR = "accelerator"
 MAX_SETTING = 2**40  # tokens, sequences or slabs
-PINNED: dict[bool | str, Pinned] = {True: "slabs", False: "nothing", "weights": "weights"}
-"""pin_memory -> the host memory that is pinned."""
 
 
 class Handle:
@@ -135,7 +133,7 @@ def dispatch_model(
         prefill_tokens=batch * prompt,
         alpha=None if alpha == "auto" else float(alpha),
         slabs=prefetch + 2,
-        pinned=PINNED[pin_memory],
+        pin_memory=pin_memory,
     )
     del weights  # they would keep the memory of weights that `_split` moves
     return _split(model, device, make_plan(request))
@@ -243,16 +241,16 @@ def _pin(
     Pins the weights if the plan says so. If no pinned memory is left: a plan without, and a
     warning.
     """
-    pinned = plan.request.pinned
-    if not plan.slabs or pinned == "nothing":
+    pin_memory = plan.request.pin_memory
+    if not plan.slabs or not pin_memory:
         return plan, []
     try:
-        if pinned == "weights":
+        if pin_memory == "weights":
             pin_weights(_streamed_parameters(model, plan), device.pinned, undo)
             return plan, []
         return plan, [device.pinned(plan.slab_bytes) for _ in range(plan.slabs)]
     except (MemoryError, RuntimeError) as error:
-        request = replace(plan.request, rates=plan.rates.unpinned(), pinned="nothing")
+        request = replace(plan.request, rates=plan.rates.unpinned(), pin_memory=False)
         slower = make_plan(request)
         warnings.warn(
             f"pinned memory ran out ({error}): copies are pageable, {slower.rates.link:.3g} "

@@ -8,7 +8,6 @@ from wf_backends.hetegen.weights.plan import (
     Job,
     Linear,
     Phase,
-    Pinned,
     Plan,
     Request,
 )
@@ -21,7 +20,6 @@ __all__ = [
     "JobMaker",
     "Linear",
     "Phase",
-    "Pinned",
     "Plan",
     "Rates",
     "Request",

@@ -18,7 +18,6 @@ Phase = Literal["decode", "prefill"]
 PHASES: tuple[Phase, ...] = ("decode", "prefill")
 LaneName = Literal["link", "host", "accelerator"]
 LANE_NAMES: tuple[LaneName, ...] = ("link", "host", "accelerator")
-Pinned = Literal["slabs", "weights", "nothing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +100,15 @@ class Request:
 
     Attributes:
         linears: those of the model, in its order.
-        rates: of the device's lanes for one token, with host memory pinned as `pinned` says.
+        rates: of the device's lanes for one token, with memory pinned as `pin_memory` says.
         accelerator_bytes: the accelerator's memory for weights and slabs.
         host_bytes: the host's memory for split weights and pinned memory.
         other_bytes: the accelerator's memory that tensors which are not split take.
         decode_tokens, prefill_tokens: tokens in a pass.
         alpha: the host's share of every linear; None: the best.
         slabs: their number.
-        pinned: the host memory that is pinned: "weights", or buffers as large as the "slabs",
-            through which copies pass; with "nothing" copies are pageable.
+        pin_memory: True: copies pass through pinned buffers as large as the slabs; "weights": the
+            weights are pinned themselves; False: copies are pageable.
     """
 
     linears: tuple[Linear, ...]
@@ -121,7 +120,7 @@ class Request:
     prefill_tokens: int = 512
     alpha: float | None = None
     slabs: int = 3
-    pinned: Pinned = "slabs"
+    pin_memory: bool | Literal["weights"] = True
 
     @property
     def linear_bytes(self) -> int:
@@ -182,7 +181,7 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory: all split weights, and pinned buffers as large as the slabs."""
-        pinned = self.slabs * self.slab_bytes if self.request.pinned == "slabs" else 0
+        pinned = self.slabs * self.slab_bytes if self.request.pin_memory is True else 0
         return sum(split.linear.nbytes for split in self.splits) + pinned
 
     def bytes_of(self, job: Job) -> int:
