@@ -14,7 +14,7 @@ from tests.schedule.positions import owned_positions
 from tests.slices import SEQLEN, SLICES, block_causal, drawn_slices, sliced
 from wf_backends.lowering.areas import mask_area, tile_area
 from wf_backends.lowering.tiles import make_tiles
-from wf_backends.schedule.filling import Load, segments_of
+from wf_backends.schedule.filling import count_scores, segments_of
 from wf_backends.schedule.layout import lengths, make_layout, zigzag
 from wf_backends.schedule.mask import make_mask
 
@@ -83,7 +83,7 @@ def test_segments_count_the_keys_that_each_query_sees(slice_lists):
     starts, stops = [s.start for s in segments], [s.stop for s in segments]
     assert starts + [SEQLEN] == [0] + stops
     rows = [((p, p + 1),) for p in range(SEQLEN)]
-    assert [Load(segments).scores(row) for row in rows] == scores_by_rank(rows, mask, SEQLEN)
+    assert [count_scores(row, segments) for row in rows] == scores_by_rank(rows, mask, SEQLEN)
 
 
 @pytest.mark.parametrize("name", SLICES)

@@ -14,7 +14,8 @@ from tests.schedule.positions import owned_positions
 from wf_backends.lowering.areas import tile_area
 from wf_backends.lowering.tiles import make_tiles
 from wf_backends.schedule import filling
-from wf_backends.schedule.filling import causal_load
+from wf_backends.schedule.filling import Segment, count_scores
+from wf_backends.schedule.filling import excess as excess_of
 from wf_backends.schedule.layout import document_zigzag, make_layout
 from wf_backends.schedule.mask import CAUSAL, Mask
 from wf_backends.schedule.ranges import intersect
@@ -44,7 +45,12 @@ def borders(lengths):
 
 def excess(layout, cu_seqlens):
     """Largest share / mean share - 1, of the causal scores or of the tokens."""
-    return causal_load(cu_seqlens).excess(layout)
+    return excess_of(layout, segments(cu_seqlens))
+
+
+def segments(cu_seqlens):
+    """The documents, with the scores of a causal mask inside them."""
+    return [Segment(*document) for document in pairwise(cu_seqlens)]
 
 
 def num_pieces(layout, cu_seqlens):
@@ -127,7 +133,7 @@ def test_causal_scores_are_the_area_of_the_tiles(lengths, n):
     assume(seqlen >= n)
     for shard in make_layout("contiguous", n, seqlen):
         areas = map(tile_area, make_tiles(shard, ((0, seqlen),), mask))
-        assert causal_load(cu_seqlens).scores(shard) == sum(areas)
+        assert count_scores(shard, segments(cu_seqlens)) == sum(areas)
 
 
 def test_short_documents_stay_whole_beside_a_long_one_that_is_cut():

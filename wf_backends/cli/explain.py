@@ -16,7 +16,7 @@ from wf_backends.cli import options as o
 from wf_backends.cli.draw import Picture, draw
 from wf_backends.cluster import PRESETS, load_extended
 from wf_backends.config import check_host_size, parse_route
-from wf_backends.schedule import make_layout, place, render, slices_load
+from wf_backends.schedule import excess, make_layout, place, render, segments_of
 
 PRESET_RANKS = 8  # of a preset by default: a larger grid is hard to read
 MAX_RANKS = 256  # counting their messages takes some 25 s, and eight times as long for 512 ranks
@@ -118,11 +118,11 @@ def mask_lines(workload: planner.Workload, size: int) -> list[str]:
     share = f"{workload.scores / seqlen**2:.1%} of all pairs of {seqlen:,} tokens"
     more = [f"  and {len(slices) - MAX_SLICES} more"] if len(slices) > MAX_SLICES else []
     layout = make_layout(workload.layout, size, seqlen, None, slices)
-    excess = slices_load(slices, seqlen).excess(layout)
+    most = excess(layout, segments_of(slices, seqlen))
     return [
         f"mask: {len(slices)} slices, {share}",
         *(f"  {mask_slice}" for mask_slice in slices[:MAX_SLICES]),
         *more,
-        f"layout {workload.layout}: the busiest rank has {excess:.1%} more than the mean, of the "
+        f"layout {workload.layout}: the busiest rank has {most:.1%} more than the mean, of the "
         "scores or of the tokens",
     ]

@@ -1,7 +1,7 @@
 """Who meets whom, who owns which token, what may be seen. Pure: standard library only."""
 
 from wf_backends.schedule.band import CAUSAL, FULL, Band
-from wf_backends.schedule.filling import slices_load
+from wf_backends.schedule.filling import excess, segments_of
 from wf_backends.schedule.layout import (
     LAYOUTS,
     Layout,
@@ -58,6 +58,7 @@ __all__ = [
     "default_placement",
     "digits",
     "divisors",
+    "excess",
     "globalize",
     "intersect",
     "join",
@@ -73,7 +74,7 @@ __all__ = [
     "read_placed",
     "render",
     "size",
-    "slices_load",
+    "segments_of",
     "range_length",
     "strides",
     "subtract",

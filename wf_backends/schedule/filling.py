@@ -63,37 +63,21 @@ class Segment(NamedTuple):
         return head, (last - stop // 2, last - start // 2)
 
 
-class Load:
-    """The scores and tokens of shards, for segments in the order of the sequence."""
-
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self.segments = segments
-        self._starts = [segment.start for segment in segments]
-
-    def scores(self, shard: Ranges) -> int:
-        """The scores of the shard's queries."""
-        scores = 0
-        for start, stop in shard:
-            index = bisect_right(self._starts, start) - 1
-            while index < len(self.segments) and self.segments[index].start < stop:
-                scores += self.segments[index].scores(start, stop)
-                index += 1
-        return scores
-
-    def excess(self, shards: Sequence[Ranges]) -> float:
-        """Largest load / mean load - 1, in scores or in tokens, whichever is larger."""
-        loads = [self.scores(shard) for shard in shards], [size(shard) for shard in shards]
-        return max(max(load) * len(load) / sum(load) - 1 for load in loads if any(load))
+def count_scores(shard: Ranges, segments: Sequence[Segment]) -> int:
+    """The scores of a shard's queries, for segments in the order of the sequence."""
+    scores = 0
+    for start, stop in shard:
+        index = bisect_right(segments, (start, inf)) - 1
+        while index < len(segments) and segments[index].start < stop:
+            scores += segments[index].scores(start, stop)
+            index += 1
+    return scores
 
 
-def causal_load(cu_seqlens: Sequence[int]) -> Load:
-    """The load under a causal mask inside documents."""
-    return Load([Segment(start, stop) for start, stop in pairwise(cu_seqlens)])
-
-
-def slices_load(slices: Sequence[Slice], seqlen: int) -> Load:
-    """The load under a mask in slices."""
-    return Load(segments_of(slices, seqlen))
+def excess(shards: Sequence[Ranges], segments: Sequence[Segment]) -> float:
+    """Largest load / mean load - 1, in scores or in tokens, whichever is larger."""
+    loads = [count_scores(shard, segments) for shard in shards], [size(shard) for shard in shards]
+    return max(max(load) * len(load) / sum(load) - 1 for load in loads if any(load))
 
 
 def segments_of(slices: Sequence[Slice], seqlen: int) -> list[Segment]:
@@ -134,18 +118,18 @@ def _segments_of_slice(slice_: Slice) -> Iterator[Segment]:
         yield Segment(start, stop, keys(start), slope)
 
 
-def fill_evenly(num_ranks: int, load: Load) -> tuple[Ranges, ...]:
+def fill_evenly(num_ranks: int, segments: Sequence[Segment]) -> tuple[Ranges, ...]:
     """The shards of a sequence, even in tokens and in scores (see `fill`).
 
     Tolerances are tried from the largest, which cuts the fewest segments, until shards are even.
     """
-    densest_first = sorted(load.segments, key=lambda segment: (-segment.density, segment.start))
+    densest_first = sorted(segments, key=lambda segment: (-segment.density, segment.start))
     best, best_excess = (), inf
     for tolerance in TOLERANCES:
         shards = fill(num_ranks, densest_first, tolerance)
-        excess = load.excess(shards)
-        if excess < best_excess:
-            best, best_excess = shards, excess
+        new_excess = excess(shards, segments)
+        if new_excess < best_excess:
+            best, best_excess = shards, new_excess
         if best_excess <= MAX_EXCESS:
             break
     return best

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import heappop, heappush, heapreplace
 from itertools import pairwise, takewhile
 from math import ceil
 from types import MappingProxyType
 
 from wf_backends._validation import one_of
-from wf_backends.schedule.filling import MAX_EXCESS, Segment, causal_load, fill_evenly, slices_load
+from wf_backends.schedule.filling import MAX_EXCESS, Segment, excess, fill_evenly, segments_of
 from wf_backends.schedule.mask import Mask
 from wf_backends.schedule.ranges import Range, Ranges, join, size
 from wf_backends.schedule.slices import Slice
@@ -50,10 +50,11 @@ def document_zigzag(num_ranks: int, cu_seqlens: tuple[int, ...]) -> Layout:
     Args:
         cu_seqlens: the documents' borders 0 = c0 < c1 < ... = S.
     """
-    load = causal_load(cu_seqlens)
-    layout = _assign_documents(num_ranks, load.segments)
-    if load.excess(layout) > MAX_EXCESS:
-        layout = min(layout, fill_evenly(num_ranks, load), key=load.excess)
+    documents = [Segment(start, stop) for start, stop in pairwise(cu_seqlens)]
+    layout = _assign_documents(num_ranks, documents)
+    if excess(layout, documents) > MAX_EXCESS:
+        filled = fill_evenly(num_ranks, documents)
+        layout = min(layout, filled, key=partial(excess, segments=documents))
     if not all(layout):
         raise _too_short("document_zigzag", cu_seqlens[-1], num_ranks, 2 * num_ranks)
     return layout
@@ -69,7 +70,7 @@ def balanced(num_ranks: int, seqlen: int, slices: tuple[Slice, ...]) -> Layout:
     if seqlen < num_ranks:
         raise _too_short("balanced", seqlen, num_ranks, num_ranks)
     Mask(slices=slices).check_lengths(seqlen, seqlen)
-    return tuple(sorted(fill_evenly(num_ranks, slices_load(slices, seqlen))))
+    return tuple(sorted(fill_evenly(num_ranks, segments_of(slices, seqlen))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,13 +43,12 @@ class Slice(NamedTuple):
 
     def overlaps(self, other: Slice) -> bool:
         """Whether some (query, key) pair lies in both."""
-        q = intersect((self.q,), (other.q,))
-        k = intersect((self.k,), (other.k,))
+        q, k = intersect((self.q,), (other.q,)), intersect((self.k,), (other.k,))
         if not q or not k:
             return False
-        common = Slice(q[0], k[0])
-        lowest, highest = zip(self.distances, other.distances, common.distances, strict=True)
-        return max(lowest) <= min(highest)
+        left, right = min(self.left, other.left), min(self.right, other.right)
+        smallest, largest = Slice(q[0], k[0], left, right).distances
+        return smallest <= largest
 
 
 TYPES: Mapping[str, Callable[[Range, Range], tuple[Bound, Bound]]] = MappingProxyType(
