@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
 from math import inf
@@ -73,10 +74,10 @@ def make_tiles(
     buffers = held or (q, kv)
     rows, keys = by_part(q, mask, "q"), by_part(kv, mask, "k")
     all_tiles = list[Tile]()
-    for part in sorted(rows.keys() & keys.keys()):
+    for part in rows.keys() & keys.keys():
         one_part = rows[part], keys[part], mask.band_of(part), buffers
         all_tiles += _tiles_of_part(*one_part, joins_ranges)
-    return tuple(all_tiles if mask.slices is None else _join_full_tiles(all_tiles))
+    return tuple(_join_full_tiles(all_tiles))
 
 
 def seen(q: Parts, kv: Parts, mask: Mask) -> tuple[Ranges, Ranges]:
@@ -126,13 +127,7 @@ def _clip(ranges: Ranges, limits: Sequence[int]) -> Ranges:
     if lo <= ranges[0][0] and ranges[-1][1] <= hi:
         return ranges
     first = max(0, bisect_right(ranges, (lo, inf)) - 1)
-    clipped: list[Range] = []
-    for start, stop in ranges[first:]:
-        if start >= hi:
-            break
-        if stop > lo:
-            clipped.append((max(start, lo), min(stop, hi)))
-    return tuple(clipped)
+    return intersect(ranges[first:], ((lo, hi),))
 
 
 def _tiles_of_part(
@@ -147,23 +142,20 @@ def _tiles_of_part(
     is_short = max(map(range_length, both), default=0) <= SHORT_RANGE_ROWS
     needs_no_copy = len(both_rows) == len(both_keys) == 1
     if len(both) < 2 or not (is_short or needs_no_copy):
-        yield from _join_full_tiles(_tiles_of_pairs(rows, keys, band, held))
+        yield from _tiles_of_pairs(rows, keys, band, held)
         return
     yield Tile(both_rows, both_keys, CAUSAL)
-    rest = _tiles_of_pairs(subtract(rows, both), keys, band, held)
-    rest += _tiles_of_pairs(both, subtract(keys, both), band, held)
-    yield from _join_full_tiles(rest)
+    yield from _tiles_of_pairs(subtract(rows, both), keys, band, held)
+    yield from _tiles_of_pairs(both, subtract(keys, both), band, held)
 
 
-def _tiles_of_pairs(rows: Ranges, keys: Ranges, band: Band, held: Buffers) -> list[Tile]:
+def _tiles_of_pairs(rows: Ranges, keys: Ranges, band: Band, held: Buffers) -> Iterator[Tile]:
     """A tile for each pair of a range of rows and a range of keys in which any row sees a key."""
-    pair_tiles: list[Tile] = []
     q, kv = held
     for pair in _trimmed_pairs(rows, keys, band):
         (first_row, _), (first_key, _) = pair
         trimmed = band.shift(first_key - first_row).within(*map(range_length, pair))
-        pair_tiles.append(Tile(locate(pair[:1], q), locate(pair[1:], kv), trimmed))
-    return pair_tiles
+        yield Tile(locate(pair[:1], q), locate(pair[1:], kv), trimmed)
 
 
 def _trimmed_pairs(rows: Ranges, keys: Ranges, band: Band) -> Iterator[tuple[Range, Range]]:
@@ -179,27 +171,22 @@ def _trimmed_pairs(rows: Ranges, keys: Ranges, band: Band) -> Iterator[tuple[Ran
 
 
 def _join_full_tiles(tiles: list[Tile]) -> list[Tile]:
-    """Join neighbouring full tiles of one range each, first along the keys, then along the rows."""
-    single = [tile for tile in tiles if len(tile.rows) == len(tile.keys) == 1]
-    others = [tile for tile in tiles if not len(tile.rows) == len(tile.keys) == 1]
-    return others + _join_along("rows", _join_along("keys", single))
+    """Join full tiles that are neighbours, first along the keys, then along the rows.
+
+    Tiles of several ranges come first: they may then overwrite the results of all their rows.
+    """
+    pairs = ((tile.keys, tile.rows) for tile in tiles if tile.band == FULL)
+    full = [Tile(rows, keys, FULL) for keys, rows in _join_first(_join_first(pairs))]
+    others = [tile for tile in tiles if tile.band != FULL]
+    return sorted(
+        others + full, key=lambda tile: (-len(tile.rows + tile.keys), tile.keys, tile.rows)
+    )
 
 
-def _join_along(axis: Literal["rows", "keys"], tiles: list[Tile]) -> list[Tile]:
-    """Join full tiles that are neighbours along `axis` and equal along the other axis."""
-    other = "keys" if axis == "rows" else "rows"
-
-    def across_and_along(tile: Tile) -> tuple[Ranges, Range]:
-        (along,) = getattr(tile, axis)
-        return getattr(tile, other), along
-
-    joined: list[Tile] = []
-    for tile in sorted(tiles, key=across_and_along):
-        across, (start, stop) = across_and_along(tile)
-        if joined and joined[-1].band == tile.band == FULL:
-            last_across, (last_start, last_stop) = across_and_along(joined[-1])
-            if last_across == across and last_stop == start:
-                joined[-1] = replace(joined[-1], **{axis: ((last_start, stop),)})
-                continue
-        joined.append(tile)
-    return joined
+def _join_first(pairs: Iterable[tuple[Ranges, Ranges]]) -> Iterator[tuple[Ranges, Ranges]]:
+    """For pairs with an equal second: (second, a range of all their firsts, joined)."""
+    firsts_by_second = defaultdict[Ranges, list[Range]](list)
+    for first, second in pairs:
+        firsts_by_second[second] += first
+    for second, firsts in firsts_by_second.items():
+        yield from ((second, (piece,)) for piece in join(firsts))
