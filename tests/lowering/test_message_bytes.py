@@ -146,7 +146,7 @@ def walker_rows_read(problem):
     total = 0
     for origin in range(schedule.num_ranks):
         for step in range(schedule.num_steps):
-            rank = schedule.holder(step, origin)
+            rank = schedule.holders[step][origin]
             stay = [row for shard in schedule.q[rank] for row in rows_of_shard[shard]]
             for owner in set(schedule.kv[origin]) - {rank}:
                 total += sum(meets_any(problem, row, stay) for row in rows_of_shard[owner])

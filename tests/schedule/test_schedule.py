@@ -79,8 +79,8 @@ def test_holder_and_origin_follow_the_hops(schedule: Schedule):
         for hop in walking.hops:
             holders.append(tuple(hop[rank] for rank in holders[-1]))
         for step, expected in enumerate(holders):
-            assert tuple(walking.holder(step, origin) for origin in ranks) == expected
-            assert tuple(walking.origin(step, rank) for rank in expected) == ranks
+            assert tuple(walking.holders[step][origin] for origin in ranks) == expected
+            assert tuple(walking.origins[step][rank] for rank in expected) == ranks
 
 
 def test_ranks_by_shard_lists_the_ranks_that_hold_a_shard() -> None:

@@ -18,9 +18,8 @@ from wf_backends.lowering import (
     RankProgram,
     Round,
     RowBytes,
+    computed_area,
     lower,
-    tile_area,
-    wasted_area,
 )
 from wf_backends.schedule import Schedule, make_layout
 
@@ -103,7 +102,7 @@ def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Itera
 
     def phase_round(program_round: Round) -> PhaseRound:
         tiles = program_round.tiles
-        scores = sum(tile_area(tile) + wasted_area(tile, rate.diagonal_keys) for tile in tiles)
+        scores = sum(computed_area(tile, rate.diagonal_keys) for tile in tiles)
         return PhaseRound(
             messages(program_round.fetch.send, rows.stay.gathered),
             messages(program_round.pass_on.send, rows.stay.gathered),

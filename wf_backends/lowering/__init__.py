@@ -2,11 +2,11 @@
 
 from wf_backends.lowering.areas import (
     BACKWARD_FLOPS,
+    computed_area,
     mask_area,
     slice_area,
     tile_area,
     unevenness,
-    wasted_area,
 )
 from wf_backends.lowering.derivation import lower
 from wf_backends.lowering.gather_rounds import bundle_sizes
@@ -52,9 +52,9 @@ __all__ = [
     "Stay",
     "Step",
     "Tile",
-    "wasted_area",
     "backward_row_bytes",
     "bundle_sizes",
+    "computed_area",
     "forward_row_bytes",
     "mask_area",
     "parcels",

@@ -13,16 +13,14 @@ def tile_area(tile: Tile) -> int:
     return band_area(size(tile.rows), size(tile.keys), tile.band.left, tile.band.right)
 
 
-def wasted_area(tile: Tile, keys: float) -> float:
-    """The pairs that a kernel computes although the band hides them, since it works in blocks.
+def computed_area(tile: Tile, hidden_keys: float) -> float:
+    """The pairs that a kernel computes: also some that the band hides, since it works in blocks.
 
     Args:
-        keys: hidden keys that are computed for a row, at each edge of the band in the tile.
+        hidden_keys: those that are computed for a row, at each edge of the band in the tile.
     """
-    if not keys or not tile.band.edges:
-        return 0.0
-    rows, width = size(tile.rows), size(tile.keys)
-    return min(rows * width - tile_area(tile), tile.band.edges * keys * min(rows, width))
+    rows, keys = size(tile.rows), size(tile.keys)
+    return min(rows * keys, tile_area(tile) + tile.band.edges * hidden_keys * min(rows, keys))
 
 
 def band_area(num_rows: int, num_keys: int, left: float, right: float) -> int:

@@ -91,7 +91,7 @@ class Forwarding:
 
     def held(self, step: int, rank: int) -> Ranges:
         """The rows of walkers that a rank holds in a step."""
-        return self.walker(self.schedule.origin(step, rank)).needed(step)
+        return self.walker(self.schedule.origins[step][rank]).needed(step)
 
     def gather(self, rank: int) -> Gather:
         """The messages that bring a rank's walker of step 0 from its owners."""
@@ -103,7 +103,7 @@ class Forwarding:
 
     def step(self, step: int, rank: int, rounds: tuple[Round, ...], blank: Ranges) -> Step:
         """A step of a rank's program, with all exchanges of walkers."""
-        origin, own = self.schedule.origin(step, rank), self.layout[rank]
+        origin, own = self.schedule.origins[step][rank], self.layout[rank]
         walker = self.walker(origin)
         held = walker.needed(step)
         hop, partial_results = self._along_hop(step, rank)
@@ -132,16 +132,16 @@ class Forwarding:
 
     def _owned(self, origin: int, step: int) -> Ranges:
         """The rows of a walker that belong to the rank that holds it in a step."""
-        rank = self.schedule.holder(step, origin)
+        rank = self.schedule.holders[step][origin]
         return self.layout[rank] if rank in self.reads.walk_shards[origin] else ()
 
     def _along_hop(self, step: int, rank: int) -> tuple[Exchange, Exchange]:
         """What goes along the hop after a step: rows of walkers, and their partial results."""
         if step + 1 == self.num_steps:
             return Exchange(), Exchange()
-        origin, next_origin = (self.schedule.origin(s, rank) for s in (step, step + 1))
-        receiver, leaving = self.schedule.holder(step + 1, origin), self.walker(origin)
-        sender, coming = self.schedule.holder(step, next_origin), self.walker(next_origin)
+        origin, next_origin = (self.schedule.origins[s][rank] for s in (step, step + 1))
+        receiver, leaving = self.schedule.holders[step + 1][origin], self.walker(origin)
+        sender, coming = self.schedule.holders[step][next_origin], self.walker(next_origin)
         held, next_held = leaving.needed(step), coming.needed(step + 1)
         rows = Exchange(
             hop_parcels(receiver, leaving.forwarded(step + 1), held, leaving.needed(step + 1)),
@@ -167,7 +167,7 @@ class Forwarding:
             for step in range(1, self.num_steps):
                 rows = intersect(self.walker(origin).from_owner(step), self.layout[owner])
                 if rows:
-                    reader = self.schedule.holder(step, origin)
+                    reader = self.schedule.holders[step][origin]
                     steps = self._steps_with_walkers(reader)
                     sends[steps[steps.index(step) - 1]].append((reader, rows))
         return sends
@@ -178,7 +178,7 @@ class Forwarding:
         later = steps[bisect_right(steps, step) :]
         if not later:
             return (), []
-        origin = self.schedule.origin(later[0], rank)
+        origin = self.schedule.origins[later[0]][rank]
         walker = self.walker(origin)
         from_owner = walker.from_owner(later[0]) if step in steps else ()
         return walker.needed(later[0]), self._by_owner(origin, from_owner)
@@ -193,5 +193,5 @@ class Forwarding:
         partials: list[PeerRows] = []
         for origin in self._origins[owner]:
             rows = intersect(self.walker(origin).partials_to_owner(step), self.layout[owner])
-            partials.append((self.schedule.holder(step, origin), rows))
+            partials.append((self.schedule.holders[step][origin], rows))
         return sorted(partials)

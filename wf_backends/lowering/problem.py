@@ -65,11 +65,11 @@ class Reads:
 
     def stay_rows_in_step(self, rank: int, step: int) -> Ranges:
         """The rows of the side that stays which a rank's tiles read in a step."""
-        return self._rows_of_pair(rank, self.schedule.origin(step, rank))[0]
+        return self._rows_of_pair(rank, self.schedule.origins[step][rank])[0]
 
     def walker_rows(self, origin: int, step: int) -> Ranges:
         """The rows of a walker that tiles read in a step."""
-        return self._rows_of_pair(self.schedule.holder(step, origin), origin)[1]
+        return self._rows_of_pair(self.schedule.holders[step][origin], origin)[1]
 
     def _stay_rows(self, rank: int) -> Ranges:
         """The rows of the side that stays which a rank's tiles read in any step."""

@@ -38,29 +38,23 @@ class Schedule:
     def num_steps(self) -> int:
         return len(self.hops) + 1
 
-    def holder(self, step: int, origin: int) -> int:
-        """The rank that holds at a step the keys that rank `origin` held at step 0."""
-        return self._holders[step][origin]
-
-    def origin(self, step: int, rank: int) -> int:
-        """The rank that held at step 0 the keys that a rank holds at a step."""
-        return self._origins[step][rank]
-
     @cached_property
-    def _holders(self) -> list[array[int]]:
-        """[step][origin] -> the rank; arrays, since with thousands of ranks there are millions."""
+    def holders(self) -> list[array[int]]:
+        """[step][origin] -> the rank that holds the keys that rank `origin` held at step 0."""
+        # arrays, since with thousands of ranks there are millions
         holders = [array("i", range(self.num_ranks))]
         for hop in self.hops:
             holders.append(array("i", map(hop.__getitem__, holders[-1])))
         return holders
 
     @cached_property
-    def _origins(self) -> list[array[int]]:
-        return [array("i", inverse(holders)) for holders in self._holders]
+    def origins(self) -> list[array[int]]:
+        """[step][rank] -> the rank that held at step 0 the keys that the rank holds."""
+        return [array("i", inverse(holders)) for holders in self.holders]
 
     def holdings(self) -> tuple[tuple[Shards, ...], ...]:
         """[step][rank] -> the key shards that the rank holds at the step."""
-        return tuple(tuple(map(self.kv.__getitem__, origins)) for origins in self._origins)
+        return tuple(tuple(map(self.kv.__getitem__, origins)) for origins in self.origins)
 
     def gathers(self) -> tuple[bool, bool]:
         """Whether any rank needs (queries, keys) of other owners at step 0."""
@@ -77,7 +71,7 @@ class Schedule:
             return Schedule(self.kv, self.q, (inverse(self.hops[0]),) * len(self.hops))
         ranks = range(self.num_ranks)
         hops = (
-            tuple(self.origin(step + 1, self.holder(step, rank)) for rank in ranks)
+            tuple(self.origins[step + 1][self.holders[step][rank]] for rank in ranks)
             for step in range(len(self.hops))
         )
         return Schedule(self.kv, self.q, tuple(hops))
