@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from tests.autochunk.helpers import Lambda, attention_and_spectrum, flow_of, steps_of
-from wf_backends.autochunk.cost import OperatorCost, Rates, measure_rates
+from wf_backends.autochunk.cost import OperatorCost, Rates, is_interleaved, measure_rates
 from wf_backends.autochunk.select import Search
-from wf_backends.autochunk.slicing import SlicedOperator, is_interleaved
+from wf_backends.autochunk.slicing import SlicedOperator
 
 RATES = Rates(2e-6, 1e11, 2.5e10, 1e10)
 

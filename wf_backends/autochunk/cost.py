@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from wf_backends.autochunk.graph import nbytes
-from wf_backends.autochunk.slicing import SlicedOperator, is_interleaved
+from wf_backends.autochunk.slicing import SlicedOperator, sources
+
+_aten = torch.ops.aten
+_BATCHED = (_aten.bmm.default, _aten.baddbmm.default, _aten.matmul.default, _aten.einsum.default)
 
 _MAX_RUNS = 10  # the fastest one counts
 _MAX_SECONDS = 0.05  # after which no further run is timed: 16-bit products are slow on some CPUs
@@ -148,3 +151,18 @@ class OperatorCost:
     def seconds(self, num_slices: int) -> float:
         traffic = self.sliced_traffic + num_slices * self.whole_traffic
         return num_slices * self.per_slice + max(self.arithmetic, traffic)
+
+
+def is_interleaved(product: fx.Node, operand: fx.Node) -> bool:
+    """Whether elements adjacent in the operand's memory belong to different matrices of a batch,
+    so that a slice along the innermost dimension takes other matrices of all operands.
+
+    Libraries copy such matrices one by one before they multiply them.
+    """
+    if product.target not in _BATCHED:
+        return False
+    strides = operand.meta["val"].stride()
+    innermost = strides.index(min(strides)) if strides else None
+    reads = [sources(product, dim) or () for dim in range(product.meta["val"].ndim)]
+    of_batch = [read for read in reads if all(source.dim is not None for source in read)]
+    return any(source.value == (operand, innermost) for read in of_batch for source in read)

@@ -27,7 +27,6 @@ from wf_backends.autochunk.slicing.rules import (
     writes,
     written,
 )
-from wf_backends.autochunk.slicing.rules_products import is_interleaved
 
 __all__ = [
     "Call",
@@ -41,7 +40,6 @@ __all__ = [
     "Value",
     "changed",
     "emit",
-    "is_interleaved",
     "join_group_norms",
     "needed_rows",
     "rule_of",

@@ -6,8 +6,6 @@ output's sliced dimension is sliced along that dimension; any other argument is 
 
 from __future__ import annotations
 
-from torch import fx
-
 from wf_backends.autochunk.slicing.call import Call, Reads, Rows, Rule, Shape, Table, aten, shape_of
 
 Letters = tuple[str | int, ...]  # an int is a batch dimension, counted from the last one (-1)
@@ -75,30 +73,6 @@ def einsum(call: Call, dim: int) -> Reads | None:
     with_terms = zip(terms.split(","), map(shape_of, call["tensors"]), strict=True)
     return {"tensors": [rows(t, shape, letter, call.shape[dim]) for t, shape in with_terms]}
 
-
-def is_interleaved(product: fx.Node, operand: fx.Node) -> bool:
-    """Whether elements adjacent in the operand's memory belong to different matrices of a batch.
-
-    Libraries copy such matrices one by one before they multiply them.
-    """
-    if product.target not in (*BATCHED, aten.einsum.default):
-        return False
-    strides = operand.meta["val"].stride()
-    innermost = strides.index(min(strides)) if strides else 0
-    if product.target in BATCHED:
-        return innermost < len(strides) - 2
-    equation, operands = product.args[:2]
-    terms, _, out = str(equation).replace(" ", "").partition("->")
-    tensors = [*operands, product]  # type: ignore[misc]
-    letters_of_each = [
-        letters(term, len(tensor.meta["val"].shape))
-        for term, tensor in zip([*terms.split(","), out], tensors, strict=True)
-    ]
-    letter = letters_of_each[tensors.index(operand)][innermost]
-    return all(letter in tensor_letters for tensor_letters in letters_of_each)
-
-
-BATCHED = (aten.bmm.default, aten.baddbmm.default, aten.matmul.default)
 
 TABLE: Table = {
     aten.addbmm: product("ik,bij,bjk->ik", "self", "batch1", "batch2"),
