@@ -178,6 +178,11 @@ def same_rows_if(is_allowed: Callable[[Call, int], bool]) -> Rule:
     return Rule(lambda call, dim: same_rows(call, dim) if is_allowed(call, dim) else None)
 
 
+def not_last(num_dims: int) -> Rule:
+    """The same rows of the first tensor, along any dimension but the last `num_dims`."""
+    return same_rows_if(lambda call, dim: dim < len(call.shape) - num_dims)
+
+
 def broadcast(shape: Shape | None, dim: int, out: Shape) -> Rows | None:
     """What rows of dimension `dim` of `out` read of an input of `shape` that is broadcast to `out`:
     its rows, or all of it (None) where it lacks that dimension or has size 1."""

@@ -1,5 +1,6 @@
 """Rules for elementwise operators, and for operators that combine elements along some dimensions
-and can be sliced along all others: norms, reductions, sorting, Fourier transforms."""
+or take them apart, and can be sliced along all others: norms, reductions, sorting, splits, Fourier
+transforms."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from wf_backends.autochunk.slicing.call import (
     aten,
     axis,
     broadcast,
+    not_last,
     same_rows,
     same_rows_if,
     table,
@@ -26,12 +28,6 @@ def pointwise(call: Call, dim: int) -> Reads | None:
     if any(isinstance(value, list | tuple) for value in call.values.values()):
         return None
     return {name: broadcast(call.size(name), dim, call.shape) for name in call.tensors()}
-
-
-def prelu(call: Call, dim: int) -> Reads:
-    """Each channel has a weight, or all have one."""
-    per_channel = dim == 1 and call.size("weight") not in ((), (1,))
-    return {"self": Rows(dim), "weight": Rows(0) if per_channel else None}
 
 
 def has_its_shape(call: Call, dim: int) -> bool:
@@ -67,7 +63,8 @@ def along_other_dims(call: Call, dim: int) -> Reads | None:
 
 
 def reduction(call: Call, dim: int) -> Reads | None:
-    """A remaining dimension; reduced dimensions are not in the output, or of size 1 (`keepdim`)."""
+    """A remaining dimension; reduced dimensions, and one of which single rows are selected, are not
+    in the output, or of size 1 (`keepdim`)."""
     if call.get("keepdim"):
         return {"self": Rows(dim)}
     ndim = len(call.size("self"))
@@ -78,10 +75,6 @@ def reduction(call: Call, dim: int) -> Reads | None:
 
 def is_not_normalized(call: Call, dim: int) -> bool:
     return dim < len(call.shape) - len(call["normalized_shape"])
-
-
-def is_not_last(call: Call, dim: int) -> bool:
-    return dim < len(call.shape) - 1
 
 
 POINTWISE = Rule(pointwise)
@@ -102,22 +95,23 @@ TABLE: Table = {
     **table(Rule(same_rows, write_triangle), "tril triu"),
     **table(
         Rule(along_other_dims),
-        "argsort cummax cummin cumprod cumsum flip glu linalg_cross log_softmax _log_softmax "
-        "logcumsumexp roll slice_scatter softmax _softmax sort topk "
+        "argsort chunk cummax cummin cumprod cumsum flip glu linalg_cross log_softmax "
+        "_log_softmax logcumsumexp roll slice_scatter softmax _softmax sort split "
+        "split_with_sizes tensor_split topk unsafe_chunk unsafe_split unsafe_split_with_sizes "
         "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 "
         "fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift",
     ),
     **table(
         Rule(reduction),
         "all amax amin any argmax argmin count_nonzero kthvalue linalg_norm linalg_vector_norm "
-        "logsumexp max mean median min nansum norm prod std std_mean sum var var_mean",
+        "logsumexp max mean median min nansum norm prod select std std_mean sum unbind var "
+        "var_mean",
     ),
     **table(same_rows_if(is_not_normalized), "layer_norm rms_norm"),
     # A wall where the number of classes depends on the values.
     aten.one_hot: same_rows_if(
-        lambda call, dim: is_not_last(call, dim) and call["num_classes"] >= 0
+        lambda call, dim: dim < len(call.shape) - 1 and call["num_classes"] >= 0
     ),
-    aten.prelu: Rule(prelu),
     aten.view_as_complex: Rule(same_rows),
-    aten.view_as_real: same_rows_if(is_not_last),  # the last one: real and imaginary part
+    aten.view_as_real: not_last(1),  # the last one: real and imaginary part
 }

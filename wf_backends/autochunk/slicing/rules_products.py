@@ -82,6 +82,7 @@ TABLE: Table = {
     aten.mm: product("ij,jk->ik", "self", "mat2"),
     aten.mv: product("ij,j->i", "self", "vec"),
     aten.outer: product("i,j->ij", "self", "vec2"),
+    aten.prelu: product("bc...,c->bc...", "self", "weight"),
     aten.einsum: Rule(einsum),
     aten.linear: Rule(linear),
     aten.matmul: Rule(matmul),

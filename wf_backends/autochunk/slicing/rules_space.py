@@ -21,8 +21,8 @@ from wf_backends.autochunk.slicing.call import (
     Rule,
     Table,
     aten,
+    not_last,
     same_rows,
-    same_rows_if,
     table,
 )
 from wf_backends.autochunk.slicing.rules_views import outside
@@ -187,11 +187,6 @@ def write_nearest(slice_: RowSlice) -> fx.Node:
     return slice_.call_same(output_size=slice_.shape[2:])
 
 
-def not_space(num_dims: int) -> Rule:
-    """The same rows of the first tensor, along any dimension but the last `num_dims`."""
-    return same_rows_if(lambda call, dim: dim < len(call.shape) - num_dims)
-
-
 def pixel_shuffle(call: Call, dim: int) -> Reads:
     """(c * factor**2, h, w) -> (c, h * factor, w * factor), and the inverse."""
     upscale = call.get("upscale_factor")
@@ -221,7 +216,7 @@ TABLE: Table = {
     **table_1d_to_3d("conv{n}d", lambda n: CONVOLUTION),
     **table_1d_to_3d("max_pool{n}d", lambda n: pool(n, -inf)),
     **table_1d_to_3d("avg_pool{n}d", lambda n: pool(n, 0.0)),
-    **table_1d_to_3d("adaptive_avg_pool{n}d reflection_pad{n}d replication_pad{n}d", not_space),
+    **table_1d_to_3d("adaptive_avg_pool{n}d reflection_pad{n}d replication_pad{n}d", not_last),
     **table_1d_to_3d(
         "upsample_nearest{n}d _upsample_nearest_exact{n}d", lambda n: Rule(nearest, write_nearest)
     ),
@@ -229,7 +224,7 @@ TABLE: Table = {
     **table_1d_to_3d("conv_transpose{n}d", lambda n: Rule(transposed, write_transposed)),
     aten.convolution: CONVOLUTION,
     **table(Rule(pixel_shuffle), "pixel_shuffle pixel_unshuffle"),
-    aten.upsample_trilinear3d: not_space(3),
-    **table(not_space(2), "upsample_bicubic2d upsample_bilinear2d"),
-    aten.upsample_linear1d: not_space(1),
+    aten.upsample_trilinear3d: not_last(3),
+    **table(not_last(2), "upsample_bicubic2d upsample_bilinear2d"),
+    aten.upsample_linear1d: not_last(1),
 }

@@ -22,7 +22,6 @@ from wf_backends.autochunk.slicing.call import (
     axis,
     broadcast,
     same_rows,
-    same_rows_if,
     shape_of,
     table,
 )
@@ -78,8 +77,8 @@ def expand(call: Call, dim: int) -> Reads:
     return {"self": broadcast(call.size("self"), dim, call.shape)}
 
 
-def write_expand(slice_: RowSlice) -> fx.Node:
-    return slice_.call_function(aten.expand.default, slice_.arguments["self"], slice_.shape)
+def write_with_size(slice_: RowSlice) -> fx.Node:
+    return slice_.call_same(size=slice_.shape)
 
 
 def repeat(call: Call, dim: int) -> Reads | None:
@@ -127,11 +126,6 @@ def stack(call: Call, dim: int) -> Reads | None:
     new_dim = axis(call["dim"], len(call.shape))
     rows = Rows(dim if dim < new_dim else dim - 1)
     return None if dim == new_dim else {"tensors": [rows] * len(call["tensors"])}
-
-
-def select(call: Call, dim: int) -> Reads:
-    """select and unbind: the output lacks the dimension `call["dim"]`."""
-    return {"self": Rows(dim if dim < operator_dim(call) else dim + 1)}
 
 
 def narrow(call: Call, dim: int) -> Reads | None:
@@ -224,7 +218,7 @@ def outside(lo: int, hi: int, size: int) -> tuple[int, int]:
 
 
 # Reads no rows: new_zeros and similar operators use only the dtype of `self`.
-FILL = Rule(lambda call, dim: {}, lambda slice_: slice_.call_same(size=slice_.shape))
+FILL = Rule(lambda call, dim: {}, write_with_size)
 
 RESHAPES = table(
     Rule(reshape, write_reshape), "flatten reshape squeeze unflatten unsqueeze _unsafe_view view"
@@ -235,20 +229,14 @@ TABLE: Table = {
         Rule(permute), "adjoint mT moveaxis movedim numpy_T permute swapaxes swapdims t transpose"
     ),
     **table(FILL, "empty full new_empty new_full new_ones new_zeros ones zeros"),
-    **table(Rule(expand, write_expand), "expand broadcast_to"),
+    **table(Rule(expand, write_with_size), "expand broadcast_to"),
     aten.repeat: Rule(repeat, write_repeat),
     aten.repeat_interleave: Rule(
         repeat_interleave, lambda slice_: slice_.call_same(output_size=None)
     ),
-    **table(
-        same_rows_if(lambda call, dim: dim != operator_dim(call)),
-        "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split "
-        "unsafe_split_with_sizes",
-    ),
     **table(Rule(cat), "cat concat concatenate"),
     **table(Rule(pad, write_pad), "constant_pad_nd pad"),
     **table(Rule(narrow, write_narrow), "narrow slice"),
-    **table(Rule(select), "select unbind"),
     aten.embedding: product("vd,...->...d", "weight", "indices"),
     aten.gather: Rule(gather),
     aten.index: Rule(index),
