@@ -16,7 +16,7 @@ from torch import fx
 
 from wf_backends.autochunk.graph.capture import nbytes
 from wf_backends.autochunk.graph.memory import Steps, read_steps
-from wf_backends.autochunk.slicing import rule_of, writes, written
+from wf_backends.autochunk.slicing import rule_of, written
 
 Copied = Literal["", "masks", "norms"]
 """No copies; of values computed from small tensors; also of values computed from live tensors."""
@@ -30,7 +30,7 @@ def with_copies(steps: Steps, what: Copied) -> Steps | None:
     A value is copied if it is computed without matrix products, and read by two or more operators
     that are not copied.
     """
-    writers = [step.node for step in steps.steps if writes(step.node)]
+    writers = [step.node for step in steps.steps if written(step.node)]
     chains: dict[fx.Node, set[fx.Node]] = {}  # the operators that compute each value
     for step in steps.steps:
         chain = _chain(step.node, steps, what == "norms")

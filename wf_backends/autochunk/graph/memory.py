@@ -27,7 +27,7 @@ from wf_backends.autochunk.graph.blocks import submodule
 from wf_backends.autochunk.graph.capture import layout, tensors
 from wf_backends.autochunk.graph.experts import fake_grouped_mm
 from wf_backends.autochunk.graph.tracker import StorageTracker
-from wf_backends.autochunk.slicing import writes, written
+from wf_backends.autochunk.slicing import written
 
 
 def _attention_flops(rows: int, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -167,7 +167,7 @@ class Steps:
         return {
             i: {storage for value in written(step.node) for storage in self.storages[value]}
             for i, step in enumerate(self.steps)
-            if writes(step.node)
+            if written(step.node)
         }
 
     @cached_property

@@ -24,7 +24,6 @@ from wf_backends.autochunk.slicing.rules import (
     rule_of,
     sources,
     view_base,
-    writes,
     written,
 )
 
@@ -48,6 +47,5 @@ __all__ = [
     "trace",
     "view_base",
     "with_permutations",
-    "writes",
     "written",
 ]

@@ -169,11 +169,8 @@ def may_slice(node: fx.Node, dim: int) -> bool:
 def loses_a_write(node: fx.Node) -> bool:
     """Whether `node` writes through a reshape to a tensor that others read: in a slice the reshape
     may copy, and they would not see the write."""
-    if not writes(node):
-        return False
-    view = written(node)[0]
-    may_copy = False
-    while base := view_base(view):
+    view, may_copy = next(iter(written(node)), None), False
+    while view and (base := view_base(view)):
         may_copy |= getattr(view.target, "overloadpacket", None) in MAY_COPY
         if may_copy and len(base.users) > 1:
             return True
@@ -181,14 +178,9 @@ def loses_a_write(node: fx.Node) -> bool:
     return False
 
 
-def writes(node: fx.Node) -> bool:
-    """Whether an operator writes to an argument."""
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-
-
 def written(node: fx.Node) -> tuple[fx.Node, ...]:
     """The arguments that an operator writes to: `self` of an in-place operator, or `out`."""
-    if not isinstance(node.target, OpOverload):
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
         return ()
     arguments = by_name(node.target, node.args, node.kwargs)
     values = pytree.tree_leaves([arguments.get(name) for name in written_names(node.target)])
