@@ -65,10 +65,9 @@ class Candidate:
         left = budget - self.fixed_bytes
         if self.outside_peak > budget or left <= 0:
             return None
-        num_slices = max(2, math.ceil(self.sliced_bytes / left))
-        while num_slices <= self.max_slices and self.peak(num_slices) > budget:
-            num_slices += 1  # a slice's rows are rounded up to the flow's alignment
-        return num_slices if num_slices <= self.max_slices else None
+        counts = range(max(2, math.ceil(self.sliced_bytes / left)), self.max_slices + 1)
+        # not always the first: a slice's rows are rounded up to the flow's alignment
+        return next((count for count in counts if self.peak(count) <= budget), None)
 
 
 def candidates_at(graph: Steps, peak: int) -> list[Candidate]:
@@ -141,7 +140,7 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     reused = graph.storages[overwritten] if overwritten else ()
     touched = {s for step in steps for s in (*step.reads, *step.allocates)}
     kept = {s for s in touched if s in reused or graph.last_use[s] > hi}
-    peaks = profile(order, kept, graph.storage_bytes, graph.live[lo])
+    _, peaks = profile(order, kept, graph.storage_bytes, graph.live[lo])
     fixed_bytes = peaks[len(before)]
     peaks[len(before)] = 0
     outside_peak = max(peaks)
@@ -161,7 +160,7 @@ def _sliced_bytes(flow: Flow, inner: Sequence[GraphStep], outputs: Container[int
         for op in flow.operators
     }
     with_pads = [replace(s, temporary=s.temporary + padded[s.node]) for s in inner]
-    return max(profile(with_pads, outputs))
+    return max(profile(with_pads, outputs)[1])
 
 
 def _computes_all_rows(flow: Flow) -> bool:

@@ -182,12 +182,12 @@ class Steps:
     @cached_property
     def live(self) -> list[int]:
         """The live bytes before each step, and after the last one."""
-        return live_bytes(self.steps, self.outputs)
+        return profile(self.steps, self.outputs)[0]
 
     @cached_property
     def peaks(self) -> list[int]:
         """The live bytes while each step runs."""
-        return profile(self.steps, self.outputs)
+        return profile(self.steps, self.outputs)[1]
 
 
 def read_steps(graph: fx.Graph, effects: Effects) -> Steps:
@@ -229,31 +229,24 @@ def last_uses(steps: Sequence[GraphStep]) -> dict[int, int]:
     return {s: i for i, step in enumerate(steps) for s in (*step.allocates, *step.reads)}
 
 
-def live_bytes(
-    steps: Sequence[GraphStep],
-    kept: Container[int],
-    sizes: Mapping[int, int] | None = None,
-    live: int = 0,
-) -> list[int]:
-    """The live bytes before each step and after the last one; `live` before the first one.
-
-    The last step that uses a storage frees it, unless it is in `kept`. `sizes` has the bytes of
-    storages that were live before, or that a step puts into another one's memory.
-    """
-    allocated = {s: count for step in steps for s, count in step.allocates.items()}
-    change = [sum(step.allocates.values()) for step in steps]
-    for storage, position in last_uses(steps).items():
-        if storage not in kept:
-            change[position] -= allocated.get(storage) or (sizes or {}).get(storage, 0)
-    return list(itertools.accumulate(change, initial=live))
-
-
 def profile(
     steps: Sequence[GraphStep],
     kept: Container[int],
     sizes: Mapping[int, int] | None = None,
     live: int = 0,
-) -> list[int]:
-    """The live bytes while each step runs. Arguments as in `live_bytes`."""
-    pairs = zip(steps, live_bytes(steps, kept, sizes, live), strict=False)
-    return [before + sum(step.allocates.values()) + step.temporary for step, before in pairs]
+) -> tuple[list[int], list[int]]:
+    """The live bytes before each step and after the last one, and those while each step runs;
+    `live` before the first one.
+
+    The last step that uses a storage frees it, unless it is in `kept`. `sizes` has the bytes of
+    storages that were live before, or that a step puts into another one's memory.
+    """
+    allocated = {s: count for step in steps for s, count in step.allocates.items()}
+    sums = [sum(step.allocates.values()) for step in steps]
+    change = list(sums)
+    for storage, position in last_uses(steps).items():
+        if storage not in kept:
+            change[position] -= allocated.get(storage) or (sizes or {}).get(storage, 0)
+    before = list(itertools.accumulate(change, initial=live))
+    pairs = zip(before, sums, steps, strict=False)
+    return before, [count + new + step.temporary for count, new, step in pairs]
