@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator
-from wf_backends.dsp import DynamicSequenceParallel, Stages, first_forward, spread
+from wf_backends.dsp import DynamicSequenceParallel, Mode, Stages, first_forward, spread
 
 DIMS = {"time": 1, "space": 2}
 WIDTH = 4
@@ -58,6 +59,33 @@ class Model(nn.Module):
         return self.last(self.time(self.between(self.dropout(self.space(self.first(x))))))
 
 
+@dataclass
+class Output:
+    """What a model returns, with its tensor in a dataclass."""
+
+    sample: Tensor
+
+    def square(self) -> Tensor:
+        return self.sample.square()
+
+
+class DataclassModel(Model):
+    def forward(self, x: Tensor) -> Output:  # type: ignore[override]
+        return Output(super().forward(x))
+
+
+class Opaque:
+    """What a model returns, in which nobody finds a tensor."""
+
+    def __init__(self, sample: Tensor) -> None:
+        self.square = sample.square
+
+
+class OpaqueModel(Model):
+    def forward(self, x: Tensor) -> Opaque:  # type: ignore[override]
+        return Opaque(super().forward(x))
+
+
 STAGES: dict[str, Any] = {
     "dims": DIMS,
     "needs": {"space": "space", "time": "time"},
@@ -72,12 +100,14 @@ MODELS: dict[str, Callable[[], Model]] = {
     "positions": lambda: Model(LocalPositions()),
     "right": lambda: Model(nn.Identity()),
     "dropout": lambda: Model(nn.Identity(), dropout=0.5),
+    "mean, dataclass": lambda: DataclassModel(MeanOverAll()),
+    "mean, opaque": lambda: OpaqueModel(MeanOverAll()),
 }
 WRONG = ("mean", "positions")
 
 
 def first_step(
-    comm: Communicator, name: str, verify: bool = True
+    comm: Communicator, name: str, verify: Mode = True
 ) -> tuple[Tensor, dict[str, int], bool]:
     """A first forward and its backward, with the tracker removed afterwards.
 
@@ -89,7 +119,7 @@ def first_step(
 
 
 def step_of(
-    comm: Communicator, model: Model, verify: bool, stages: Mapping[str, Any]
+    comm: Communicator, model: Model, verify: Mode, stages: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, int], bool]:
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -107,11 +137,16 @@ def step_of(
     return out, sp.report(), model.training and not any(hooks)
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", (*WRONG, "mean, dataclass"))
 @pytest.mark.parametrize("num_ranks", (2, 3))
 def test_a_module_that_mixes_or_counts_between_stages_is_refused(name: str, num_ranks: int):
     with pytest.raises(NotImplementedError, match="the output of between is the first that differ"):
         run_threads(num_ranks, first_step, name)
+
+
+def test_a_model_whose_output_has_no_tensors_was_not_verified():
+    with pytest.raises(ValueError, match="OpaqueModel was not verified: its output has no tensor"):
+        run_threads(2, first_step, "mean, opaque", "strict")
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from math import isnan
 from types import MappingProxyType
 from typing import Any
@@ -18,13 +19,16 @@ SMALL = 1e-6  # an output without larger elements is 0 but for rounding
 
 
 def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The floating tensors in what a module returns, by name or index."""
+    """The floating tensors in what a module returns: tensors, and in tuples, lists, mappings and
+    dataclasses, by name or index."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield name or "output", output
         return
     if isinstance(output, tuple | list):
         output = dict(enumerate(output))
+    elif is_dataclass(output) and not isinstance(output, Mapping):
+        output = {field.name: getattr(output, field.name) for field in fields(output)}
     for key, value in output.items() if isinstance(output, Mapping) else ():
         yield from named_tensors(value, f"{name}.{key}" if name else str(key))
 

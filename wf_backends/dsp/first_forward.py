@@ -93,6 +93,8 @@ class FirstForward(Shared):
                         on_one = self._run(model, args, kwargs, self._compare_output)
                     for (name, output), (_, expected) in zip(over_ranks, on_one, strict=True):
                         self._record(f"its {name}", output, expected, of_model=True)
+                    if not over_ranks:
+                        problem = "its output has no tensor of floats that could be compared"
                 except RuntimeError as error:  # out of memory
                     problem = str(error).splitlines()[0]
         self._conclude(type(model).__name__, problem)
