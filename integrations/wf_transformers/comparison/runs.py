@@ -29,7 +29,7 @@ from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
 from wf_transformers.comparison.dropout import DropoutRecorder, restored_draws
 from wf_transformers.comparison.gradients import gradients_of, is_partitioned, summary
 from wf_transformers.comparison.rows import RankRows
-from wf_transformers.families.media_table import media_modules, modules_with_hidden_tokens
+from wf_transformers.families.media_table import media_modules
 from wf_transformers.families.stacks import is_cut_inside
 from wf_transformers.handle import Handle
 from wf_transformers.replace import set_until
@@ -80,7 +80,7 @@ class Comparison:
         self.uses_dropout = False
         whole_outputs = self.whole_batches and head_is_over_all_rows(model)
         self._rows = RankRows(sp, batch, uneven, whole_outputs)
-        self._other_rows = {"experts", *media_modules(model), *modules_with_hidden_tokens(model)}
+        self._other_rows = {"experts", *media_modules(model)}
         """Modules and outputs whose rows on the part are not those of the part's tokens."""
         self._part_outputs: dict[str, list[Named]] = {}
         self._kept_bytes = 0

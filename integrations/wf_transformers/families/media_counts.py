@@ -80,11 +80,15 @@ def equal(_: Any, modality: Modality, media: Tensors, tokens: int) -> list[int]:
     return [tokens // number] * number
 
 
-def by_grid(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
-    """`rows` (media, 3) has the number of patches in time, height and width."""
+def by_grid(
+    model: Any, modality: Modality, media: Tensors, _: int, line_end: int = 0, borders: int = 0
+) -> Tensor:
+    """`rows` (media, 3) has the number of patches in time, height and width. There may be features
+    at the end of each line, and around a medium."""
     config = model.config.vision_config
     side = getattr(config, MERGED, None) or config.merge_size
-    return media[modality.rows].prod(dim=1) // side**2
+    frames, height, width = media[modality.rows].unbind(dim=1)
+    return frames * (height // side) * (width // side + line_end) + borders
 
 
 def by_merge_sizes(_: Any, modality: Modality, media: Tensors, __: int) -> Tensor:
@@ -96,18 +100,6 @@ def by_area(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
     """As `by_grid`, with the mean over all frames as one feature (Kimi K2.5)."""
     height, width = model.config.vision_config.merge_kernel_size
     return media[modality.rows][:, 1:].prod(dim=1) // (height * width)
-
-
-def by_lines(model: Any, modality: Modality, media: Tensors, _: int) -> Tensor:
-    """As `by_grid`, and one more feature at the end of each line of features."""
-    side = getattr(model.config.vision_config, MERGED)
-    frames, height, width = media[modality.rows].unbind(dim=1)
-    return frames * (height // side) * (width // side + 1)
-
-
-def by_lines_between_borders(model: Any, modality: Modality, media: Tensors, n: int) -> Tensor:
-    """As `by_lines`, and one more feature before and behind the image."""
-    return by_lines(model, modality, media, n) + 2
 
 
 def by_pixels(model: Any, modality: Modality, media: Tensors, tokens: int) -> Tensor | list[int]:

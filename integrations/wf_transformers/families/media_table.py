@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -26,8 +27,6 @@ from wf_transformers.families.media_counts import (
     by_fourth,
     by_frames,
     by_grid,
-    by_lines,
-    by_lines_between_borders,
     by_merge_sizes,
     by_pixels,
     by_positions,
@@ -57,7 +56,8 @@ class Media:
     modalities: tuple[Modality, ...]
     """In the order in which the model encodes them."""
     modules: tuple[str, ...]
-    """The modules that see media, and no tokens. The last one returns the features (n, width)."""
+    """The modules that do not see the tokens: they see media, or other tokens in the place of those
+    of media (Qwen2-Audio's embeddings). The last one returns the features (n, width)."""
     blocks: Callable[[Tensor, Any], Tensor] | None = None
     """From types of tokens (b, S) and the language model's config the block of each token (b, S),
     -1 where there is none: tokens of a block see each other in both directions."""
@@ -67,8 +67,6 @@ class Media:
     """Whether only layers with a sliding window have blocks."""
     rope: bool = False
     """Whether positions are (axes, b, S), from the model's get_rope_index."""
-    hidden_from: tuple[str, ...] = ()
-    """The modules that see another token in the place of those of media, on several ranks."""
     one_by_one: bool = False
     """Whether some module is called once for each medium. ZeRO 3 and FSDP gather parameters at each
     call, on all ranks, which therefore encode equally many."""
@@ -111,10 +109,12 @@ GRID, VIDEO_GRID = "image_grid_thw", "video_grid_thw"
 IMAGES = replace(TILES, count=by_grid, others=(GRID,), rows=GRID)
 VIDEOS = replace(CLIPS, count=by_grid, others=(VIDEO_GRID,), rows=VIDEO_GRID)
 QWEN = Media((IMAGES, VIDEOS), ("visual",), rope=True)
-GRIDS_WITH_LINE_ENDS = tuple(replace(x, count=by_lines) for x in (IMAGES, VIDEOS))
+GRIDS_WITH_LINE_ENDS = tuple(
+    replace(x, count=partial(by_grid, line_end=1)) for x in (IMAGES, VIDEOS)
+)
 GRIDS_OF_ONE_FRAME = tuple(replace(x, count=by_area) for x in (IMAGES, VIDEOS))
 GRIDS_OF_SIZES = replace(IMAGES, count=by_merge_sizes, others=(GRID, "image_merge_sizes"))
-GRIDS_BETWEEN_BORDERS = replace(IMAGES, count=by_lines_between_borders)
+GRIDS_BETWEEN_BORDERS = replace(IMAGES, count=partial(by_grid, line_end=1, borders=2))
 GLM = Media((IMAGES,), ("visual",), rope=True)
 """Its videos have the tokens of images."""
 IMAGES_IN_PIXELS = replace(TILES, count=by_pixels, others=("image_sizes",))
@@ -178,7 +178,7 @@ ROWS = (
     ("PaddleOCRVL", Media((IMAGES,), ("visual", "projector"), rope=True, one_by_one=True)),
     ("Lfm2Vl", Media((TILES_OF_SHAPES,), TOWER, one_by_one=not OF_5)),
     ("Idefics2 Idefics3 SmolVLM", Media((PADDED,), ("vision_model", "connector"))),
-    ("Qwen2Audio", Media((MERGED_SOUNDS,), AUDIO_TOWER, hidden_from=("embed_tokens",))),
+    ("Qwen2Audio", Media((MERGED_SOUNDS,), ("embed_tokens", *AUDIO_TOWER))),
     ("Voxtral", Media((SOUNDS,), AUDIO_TOWER)),
     ("Qwen3ASR AudioFlamingo3", Media((MASKED_SOUNDS,), AUDIO_TOWER)),
     # Text alone
@@ -200,15 +200,9 @@ def media_of(model: nn.Module) -> Media | None:
 
 
 def media_modules(model: nn.Module) -> set[str]:
-    """The names of modules in `model` that see media, and no tokens; of its outputs from these."""
+    """The names of `Media.modules` in `model`, and of its outputs that are features."""
     rows = map(media_of, outermost(model))
     return {name for row in rows if row is not None for name in (*row.modules, *ENCODED)}
-
-
-def modules_with_hidden_tokens(model: nn.Module) -> set[str]:
-    """The names of modules in `model` that see other tokens on several ranks than on one."""
-    rows = map(media_of, outermost(model))
-    return {name for row in rows if row is not None for name in row.hidden_from}
 
 
 def language_model(model: Any) -> PreTrainedModel:
