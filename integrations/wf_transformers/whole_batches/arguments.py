@@ -41,18 +41,6 @@ WhichLogits = Literal["whole", "local", "hidden"]
 ask for them, `ShardedLogits`."""
 
 
-@dataclass(frozen=True, slots=True)
-class WantedLogits:
-    """The options of a call for log-probabilities."""
-
-    starts: Tensor
-    """(b,) tokens of padding on the left."""
-    tokens: slice
-    """The tokens whose logits are returned."""
-    hidden_states: bool
-    """Whether the output has hidden states."""
-
-
 @dataclass(slots=True)
 class BatchCall:
     """One call with a whole batch: what the hooks inside and after the model know about it."""
@@ -66,8 +54,13 @@ class BatchCall:
     """Valid labels of the optimizer step, if the caller counted them for the loss."""
     logits: WhichLogits
     loss: LossKind
-    wanted: WantedLogits | None = None
-    """Set in a call for log-probabilities."""
+    starts: Tensor | None = None
+    """(b,) tokens of padding on the left, which were moved to the right before the cut, in a call
+    for log-probabilities."""
+    num_kept: int = 0
+    """How many of the last tokens' logits are returned; 0: all."""
+    hidden_states: bool = False
+    """Whether the output must have hidden states."""
     head_was_called: bool = False
     """Whether the output embeddings gave logits of all ranks, for a custom loss."""
 

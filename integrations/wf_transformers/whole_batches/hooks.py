@@ -253,10 +253,12 @@ class WholeBatchHooks:
         return whole_rows(self.handle.sp, x, call.seqlen, **mask_arguments(call.local))
 
     def _sharded(self, logits: Tensor, call: BatchCall) -> ShardedLogits:
-        """Logits of this rank's tokens as those of all S tokens."""
+        """Logits of this rank's tokens as those of all S tokens, or of those that are wanted."""
         gather, cut = partial(self._whole, call=call), partial(self._local_rows, call=call)
-        starts = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        return ShardedLogits(logits, range(call.seqlen), call.seqlen, starts, gather, cut)
+        tokens, starts = range(call.seqlen)[-call.num_kept :], call.starts
+        if starts is None:
+            starts = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        return ShardedLogits(logits, tokens, call.seqlen, starts, gather, cut)
 
     def _local_rows(self, x: Tensor, call: BatchCall) -> Tensor:
         """(b, S) -> (b, s): this rank's rows."""

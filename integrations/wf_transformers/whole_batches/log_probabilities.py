@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -24,7 +23,6 @@ from wf_transformers.models import has_module, outermost
 from wf_transformers.replace import temporarily_replace
 from wf_transformers.whole_batches.arguments import (
     BatchCall,
-    WantedLogits,
     has_row_per_token,
     mask_of_ones,
     seqlen_of,
@@ -33,7 +31,6 @@ from wf_transformers.whole_batches.custom_loss import FUSED_HEAD, has_fused_head
 from wf_transformers.whole_batches.hooks import WHOLE_LOGITS, WholeBatchHooks
 from wf_transformers.whole_batches.sharded_logits import (
     LocalStates,
-    ShardedLogits,
     entropies_of,
     log_softmax_of,
     rolled,
@@ -126,32 +123,23 @@ class LogProbabilityHooks(WholeBatchHooks):
             positions = kwargs["position_ids"] + starts[:, None]
             kwargs["position_ids"] = positions.clamp(max=seqlen - 1)
         assert self._call is not None, "set by the base"
-        tokens = slice(-keep, None) if keep else slice(None)
-        self._call.wanted = WantedLogits(starts, tokens, hidden_states)
+        self._call.starts, self._call.num_kept = starts, keep
+        self._call.hidden_states = hidden_states
         return (), kwargs
 
     @eager
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         call = self._call
         output = super()._after(model, args, output)
-        if call is None or call.wanted is None or call.loss == "fused_head":
+        if call is None or not call.hidden_states or call.loss == "fused_head":
             return output
-        states = {"hidden_states": LocalStates()} if call.wanted.hidden_states else {}
-        return type(output)(**{**output, **states})
-
-    def _sharded(self, logits: Tensor, call: BatchCall) -> ShardedLogits:
-        """Logits of the wanted tokens, in the order of the caller's batch."""
-        sharded = super()._sharded(logits, call)
-        if call.wanted is None:
-            return sharded
-        tokens = sharded.tokens[call.wanted.tokens]
-        return replace(sharded, tokens=tokens, starts=call.wanted.starts)
+        return type(output)(**{**output, "hidden_states": LocalStates()})
 
     def _whole(self, x: Tensor, call: BatchCall) -> Tensor:
         """The rows of all ranks; those of a fused head in the order of the caller's batch."""
         whole = super()._whole(x, call)
-        if call.loss == "fused_head" and call.wanted is not None:
-            return rolled(whole, -call.wanted.starts)
+        if call.loss == "fused_head" and call.starts is not None:
+            return rolled(whole, -call.starts)
         return whole
 
 

@@ -140,11 +140,13 @@ class ShardedLogits(Unusable):
     def contiguous(self) -> ShardedLogits:
         return self
 
-    def view(self, *shape: int) -> FlattenedLogits:
+    def view(self, *shape: int) -> SelectedLogits:
         """As (b n, V), and no other shape."""
         if shape != (-1, self.shape[-1]):
             self._refuse_use()
-        return FlattenedLogits(self)
+        return SelectedLogits(
+            self, torch.ones(self.shape[:2], dtype=torch.bool, device=self.device)
+        )
 
     def detach(self) -> ShardedLogits:
         return replace(self, local=self.local.detach())
@@ -200,10 +202,10 @@ class ShardedLogits(Unusable):
         whole = rolled(self.gather_rows(local), -self.starts)
         return whole[:, _slice(self.tokens)].clone()
 
-    def _flattened(self, **options: int) -> FlattenedLogits:
+    def _flattened(self, **options: int) -> SelectedLogits:
         if options != {"end_dim": 1}:
             self._refuse_use()
-        return FlattenedLogits(self)
+        return self.view(-1, self.shape[-1])
 
     FUNCTIONS = MappingProxyType({torch.flatten: _flattened})
 
@@ -215,6 +217,10 @@ class SelectedLogits(Unusable):
     logits: ShardedLogits
     mask: Tensor
 
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
+
     def mean(self, dim: int | None = None) -> Tensor:
         """Of all elements, or with dim=-1 of each row."""
         if dim not in (None, -1):
@@ -224,33 +230,16 @@ class SelectedLogits(Unusable):
         return selected.mean() if dim is None else selected
 
     def _cross_entropy(self, labels: Tensor, ignore_index: int = -100, **options: Any) -> Tensor:
-        whole = labels.new_full(self.logits.shape[:2], ignore_index)
-        whole[self.mask.view_as(whole)] = labels
-        flattened = FlattenedLogits(self.logits)
-        return flattened.cross_entropy(whole.flatten(), ignore_index, **options)
-
-    FUNCTIONS = MappingProxyType({cross_entropy: _cross_entropy})
-
-
-@dataclass(frozen=True, eq=False)
-class FlattenedLogits(Unusable):
-    """Logits as (b n, V), for plain cross entropy."""
-
-    logits: ShardedLogits
-
-    @property
-    def device(self) -> torch.device:
-        return self.logits.device
-
-    def cross_entropy(self, labels: Tensor, ignore_index: int = -100, **options: Any) -> Tensor:
         given = {key: x for key, x in options.items() if x is not None}
         if not given.items() <= DEFAULT_OPTIONS.items():
             self._refuse_use()
-        valid = labels != ignore_index
-        log_probs = self.logits.log_probabilities(labels.masked_fill(~valid, 0), _log_softmax)
-        return -log_probs.flatten()[valid].mean()
+        whole = labels.new_full(self.logits.shape[:2], ignore_index)
+        whole[self.mask.view_as(whole)] = labels
+        valid = whole != ignore_index
+        log_probs = self.logits.log_probabilities(whole.masked_fill(~valid, 0), _log_softmax)
+        return -log_probs[valid].mean()
 
-    FUNCTIONS = MappingProxyType({torch.nn.functional.cross_entropy: cross_entropy})
+    FUNCTIONS = MappingProxyType({cross_entropy: _cross_entropy})
 
 
 def _log_softmax(logits: Tensor, labels: Tensor) -> Tensor:
