@@ -1,7 +1,7 @@
 """Sequence parallelism beside torch's tensor parallelism and FSDP2: gradients of one device.
 
-The ranks are a mesh of 2 x 2, "sp" and "tp". transformers' own plans (`tp_plan`, transformers 5's
-`DistributedConfig`) are the same operations.
+The ranks are a mesh of 2 x 2, "sp" and "tp". For transformers' own plans see
+test_distributed_config.py.
 """
 
 from __future__ import annotations
