@@ -26,6 +26,7 @@ from tests.integrations.transformers_models import (
 )
 from wf_transformers.calls import parameter_names
 
+PADDED = {"pad_token_id": 0}  # transformers 5.0 builds some models only with one
 ENCODER = {**SMALL, **BERT_DROPOUT, "num_attention_heads": 4, "max_position_embeddings": 64}
 GPT = {**GPT2, **NO_DROPOUT, "rotary_dim": 4}
 NEO = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
@@ -203,7 +204,7 @@ FAMILIES = {
         "GPTNeoConfig",
         {**NEO, **NEO_WINDOWS, **UNDROPPED, "embed_dropout": 0.0},
     ),
-    "stablelm": Family("StableLmForCausalLM", "StableLmConfig", LLAMA),
+    "stablelm": Family("StableLmForCausalLM", "StableLmConfig", {**LLAMA, **PADDED}),
     "nemotron": Family("NemotronForCausalLM", "NemotronConfig", LLAMA),
     "phimoe": Family("PhimoeForCausalLM", "PhimoeConfig", {**LLAMA, **EXPERTS}, trains=False),
     "phimoe_window": Family(
@@ -238,7 +239,13 @@ FAMILIES = {
     "exaone4": Family(  # three layers of four have a window, and all have the attribute
         "Exaone4ForCausalLM",
         "Exaone4Config",
-        {**LLAMA, "num_hidden_layers": 4, "sliding_window": 5, "sliding_window_pattern": 4},
+        {
+            **LLAMA,
+            **PADDED,
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "sliding_window_pattern": 4,
+        },
     ),
     "falcon": Family("FalconForCausalLM", "FalconConfig", {**LLAMA, **FALCON}),
     "falcon_grouped": Family(

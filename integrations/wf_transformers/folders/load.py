@@ -22,6 +22,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from wf_transformers.folders.shape import DTYPE, has_causal_model, load_config, refused_by_name
 from wf_transformers.folders.skeleton import check_positions
 
+OLD_BUFFERS = (".attn.bias", ".attn.masked_bias")
+"""Causal masks in GPT-2's files on the Hub; transformers 5.0 and 5.1 name them as unknown."""
 
 def model_from_folder(
     folder: str | Path, torch_dtype: torch.dtype | None = None
@@ -85,6 +87,7 @@ def _load(
         )
     except ValueError as error:  # for the names of another model, in transformers 4
         raise ValueError(f"{refusal}{error}") from error
+    info["unexpected_keys"] = [x for x in info["unexpected_keys"] if not x.endswith(OLD_BUFFERS)]
     missing, unknown, mismatched = (
         sorted(info[f"{key}_keys"])[:3] for key in ("missing", "unexpected", "mismatched")
     )
