@@ -23,6 +23,7 @@ from tests.integrations.media_batches import (  # noqa: E402
 )
 from tests.integrations.media_models import MODELS, build, media_batch  # noqa: E402
 from tests.integrations.transformers_models import sequence_parallel  # noqa: E402
+from wf_transformers.generation.media import _after_media  # noqa: E402
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1}
 SHOWN = {"return_dict_in_generate": True, "output_logits": True}
@@ -193,3 +194,10 @@ def test_images_after_the_prompt_are_refused():
         return str(error.value)
 
     assert all("belong to the prompt of a new cache" in x for x in on_ranks(2, "llava", talk))
+
+
+def test_tokens_after_media_go_on_from_the_last_position() -> None:
+    """Not from the largest one, which may be a medium's."""
+    positions = torch.tensor([[[0, 9, 9, 3, 4]], [[0, 1, 2, 3, 4]], [[0, 2, 1, 3, 4]]])
+    behind, first_text = _after_media(positions)
+    assert behind.tolist() == [0] and first_text == 3

@@ -25,6 +25,7 @@ from wf_transformers.folders.skeleton import check_positions
 OLD_BUFFERS = (".attn.bias", ".attn.masked_bias")
 """Causal masks in GPT-2's files on the Hub; transformers 5.0 and 5.1 name them as unknown."""
 
+
 def model_from_folder(
     folder: str | Path, torch_dtype: torch.dtype | None = None
 ) -> PreTrainedModel:

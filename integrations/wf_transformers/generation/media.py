@@ -66,10 +66,11 @@ def cut_with_media(
 
 def _after_media(positions: Tensor) -> tuple[Tensor, int]:
     """From positions (b, S) or (3, b, S) of a prompt: by how much those of its last tokens, which
-    are text, are less than their numbers (b,), and from which token on they are."""
+    are text, are less than their numbers (b,), and from which token on they are. Media may have
+    larger ones: Qwen2.5-VL's in transformers 5.3 count seconds from the start of the prompt."""
     *_, samples, seqlen = positions.shape
     positions = positions.reshape(-1, samples, seqlen)
-    behind = seqlen - 1 - positions.amax(dim=(0, 2))
+    behind = seqlen - 1 - positions[..., -1].amax(dim=0)
     numbers = torch.arange(seqlen, device=positions.device)
     others = (positions != numbers - behind[:, None]).any(dim=1).any(dim=0).nonzero()
     return behind, int(others.max()) + 1 if len(others) else 0
