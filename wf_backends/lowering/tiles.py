@@ -127,7 +127,8 @@ def _clip(ranges: Ranges, limits: Sequence[int]) -> Ranges:
     if lo <= ranges[0][0] and ranges[-1][1] <= hi:
         return ranges
     first = max(0, bisect_right(ranges, (lo, inf)) - 1)
-    return intersect(ranges[first:], ((lo, hi),))
+    near = ranges[first : bisect_left(ranges, (hi,))]
+    return tuple([(max(start, lo), min(stop, hi)) for start, stop in near if stop > lo])
 
 
 def _tiles_of_part(

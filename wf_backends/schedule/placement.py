@@ -20,8 +20,6 @@ from wf_backends._validation import positive
 from wf_backends.schedule.routes import HOST_SIZE, ORDER, ROUTES, make_schedule
 from wf_backends.schedule.schedule import Schedule, Shards, inverse
 
-RouteFields = tuple[tuple[str, Any], ...]  # a route without its placement, sorted and hashable
-
 
 @dataclass(frozen=True, slots=True)
 class Placed:
@@ -32,7 +30,8 @@ class Placed:
     the side that stays crosses once; 1 = once to each reader.
     """
 
-    fields: RouteFields
+    fields: tuple[tuple[str, Any], ...]
+    """The route without its placement, sorted and hashable."""
     order: tuple[int, ...]
     host_size: int = 1
 

@@ -27,7 +27,7 @@ def ring(n: int) -> Schedule:
 
 def double_ring(n: int, inner: int) -> Schedule:
     """LoongTrain's double ring (arXiv 2406.18485): laps of `inner` neighbours, then a jump."""
-    _require(inner >= 1 and n % inner == 0, "inner", inner, f"divide the {n} ranks of the route")
+    _require(n % inner == 0, "inner", inner, f"divide the {n} ranks of the route")
     step = tuple(r // inner * inner + (r - 1) % inner for r in range(n))
     jump = tuple((r - inner) % n for r in range(n))
     lap = (step,) * (inner - 1)
@@ -51,8 +51,8 @@ def concentric(n: int, team_size: int) -> Schedule:
 
     Source: arXiv 2407.00611, section 3.2 and appendix A.2.
     """
-    fits = team_size >= 1 and n % team_size**2 == 0
-    _require(fits, "team_size", team_size, f"have a square that divides the {n} ranks of the route")
+    rule = f"have a square that divides the {n} ranks of the route"
+    _require(n % team_size**2 == 0, "team_size", team_size, rule)
     length = n // team_size**2
 
     def following(team: int) -> int:
@@ -74,7 +74,7 @@ def mesh(n: int, rows: int, cols: int) -> Schedule:
     Source: arXiv 2512.20968; arXiv 2503.15758.
     """
     product = f"multiply to the {n} ranks of the route"
-    _require(rows >= 1 and rows * cols == n, "rows and cols", (rows, cols), product)
+    _require(rows * cols == n, "rows and cols", (rows, cols), product)
     columns = _consecutive(n, rows)
     q = tuple(columns[r // rows] for r in range(n))
     return Schedule(q, own_shards(n), (tuple((r - rows) % n for r in range(n)),) * (cols - 1))
