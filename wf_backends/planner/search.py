@@ -136,10 +136,7 @@ def _sorted_plans(request: Request, splits: Iterable[HeadSplit]) -> list[Plan]:
 
 
 def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
-    """The plans of a head split, as `all_plans` says, and those that keep what they gather.
-
-    Plans that keep gathered rows take one route in both passes.
-    """
+    """The plans of a head split, as `all_plans` says, and those that keep what they gather."""
     around = ulysses_cost(split) + ulysses_cost(split)  # of the forward and of the backward
     within = replace(request, memory_bytes=request.memory_limit - around.memory_bytes)
     sides = request.moves if split.route_size > 1 else request.moves[:1]  # one rank moves nothing
