@@ -186,8 +186,9 @@ def warn_about_shared_keys(model: nn.Module) -> None:
     Later ones pass `shared_kv_states` from layer to layer.
     """
     for module in model.modules():
-        by_cache = "shared_kv_states" not in signature(module.forward).parameters
-        if getattr(module, "is_kv_shared_layer", False) and by_cache:
+        if not getattr(module, "is_kv_shared_layer", False):
+            continue
+        if "shared_kv_states" not in signature(module.forward).parameters:
             warnings.warn(
                 f"{type(model).__name__}: without a KV cache, as in training and over ranks, its "
                 "last layers make keys and values of their own in transformers "
