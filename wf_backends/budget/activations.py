@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wf_backends.budget.model import Decoder, Layer
+from wf_backends.budget.model import Decoder, Experts, Layer
 
 CHECKPOINTS = ("none", "device", "host")
 FP32_BYTES = 4  # norms and the loss are computed in float32, or wider where the model is wider
@@ -109,17 +109,19 @@ def _llama_layer(model: Decoder) -> Layer:
     saved      norm + e a + 4 heads for attention, norm + 4 e i for the MLP; experts
     backward   of the product 2 e i, or what experts need if that is more
     """
-    e, experts = model.itemsize, model.experts
-    norm, gradient = _norm_saved(model), e * model.hidden
+    e, norm = model.itemsize, _norm_saved(model)
+    gradient, width = e * model.hidden, model.intermediate
     attention = norm + e * model.attention_width + _upcast_bytes(model) * model.heads
-    mlp_saved = 4 * e * model.intermediate + _experts_saved(model)
+    mlp_saved, backward = 4.0 * e * width, 2.0 * e * width
+    if experts := model.experts:
+        experts_saved, experts_backward = _experts_bytes(model, experts)
+        mlp_saved, backward = mlp_saved + experts_saved, max(backward, experts_backward)
+        width = max(width, 2 * experts.count * experts.width)  # gate and up of all are one weight
     saved = attention + norm + mlp_saved
-    backward = max(2 * e * model.intermediate, _experts_backward(model))
-    expert_weight = 2 * experts.count * experts.width if experts else 0  # gate and up of all
     return Layer(
         count=model.layers,
         mlp_weights=3 * model.hidden * model.intermediate + model.expert_weights,
-        largest_weight=model.hidden * max(model.intermediate, expert_weight),
+        largest_weight=model.hidden * width,
         saved=saved,
         mlp_saved=mlp_saved,
         attention=attention + gradient,
@@ -146,28 +148,19 @@ def _norm_backward(model: Decoder) -> float:
     return (6 * _upcast_bytes(model) + model.itemsize) * model.hidden
 
 
-def _experts_saved(model: Decoder) -> float:
-    """Bytes a token: c times its row, an MLP's tensors and the result; the router's choice.
+def _experts_bytes(model: Decoder, experts: Experts) -> tuple[float, float]:
+    """(saved, backward) bytes a token.
 
-    e c (2 h + 4 w) + 40 c + 4 E + 4
+    saved      c times its row, an MLP's tensors and the result, e c (2 h + 4 w);
+               the router's choice, 40 c + 4 E + 4
+    backward   beyond these, the larger of: results times the router's weights, three such tensors
+               in float32, 12 c h; the backward of the product, e c (2 w - h)
     """
-    experts = model.experts
-    if experts is None:
-        return 0.0
     rows = model.itemsize * experts.chosen * (2 * model.hidden + 4 * experts.width)
-    return rows + 40.0 * experts.chosen + 4 * experts.count + 4
-
-
-def _experts_backward(model: Decoder) -> float:
-    """Bytes a token beyond what is saved, the larger of: results times the router's weights, three
-    such tensors in float32, 12 c h; the backward of the product, e c (2 w - h).
-    """
-    experts = model.experts
-    if experts is None:
-        return 0.0
     weighted = 3 * _upcast_bytes(model) * model.hidden
     product = model.itemsize * (2 * experts.width - model.hidden)
-    return float(experts.chosen * max(weighted, product))
+    saved = rows + 40.0 * experts.chosen + 4 * experts.count + 4
+    return saved, float(experts.chosen * max(weighted, product))
 
 
 def _weight_grad_sums(model: Decoder, weights: int, tokens: int, options: MemoryOptions) -> float:

@@ -103,14 +103,11 @@ def check_host_size(placed: Placed, size: int, moves: str, option: str = "backwa
         ValueError: naming what to change.
     """
     gathers_queries, gathers_keys = make_schedule(placed.route, size).gathers()
-    if moves == "keys":
-        gathers_stay, other = gathers_queries, "queries"
-    else:
-        gathers_stay, other = gathers_keys, "keys"
-    if placed.host_size > 1 and not gathers_stay:
+    stays, is_gathered = ("queries", gathers_queries) if moves == "keys" else ("keys", gathers_keys)
+    if placed.host_size > 1 and not is_gathered:
         raise ValueError(
             f"host_size {placed.host_size} of route {placed.route['name']!r} has no effect in the "
-            f"backward with {option} {moves!r}: use {other!r}"
+            f"backward with {option} {moves!r}: use {stays!r}"
         )
 
 
