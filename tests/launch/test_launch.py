@@ -82,6 +82,16 @@ def test_one_rank_of_mpirun_needs_no_mpi4py(set_environ, monkeypatch):
     assert (job.launcher, job.world_size) == ("openmpi", 1)
 
 
+def test_mpi_that_is_imported_but_not_initialised_is_left_alone(set_environ, monkeypatch):
+    """mpi4py.rc.initialize = False: a process that asks for COMM_WORLD's size then aborts."""
+    not_yet = SimpleNamespace(Is_initialized=lambda: False)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", not_yet)
+    set_environ()
+    job = launch.init(timeout=5)
+    job.close()
+    assert (job.launcher, job.world_size) == ("single", 1)
+
+
 def test_a_process_without_a_launcher_is_a_job_of_one_rank(set_environ):
     set_environ()
     before = dict(os.environ)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing import active_children
+from typing import Any
 
 import torch.distributed as dist
 
@@ -54,16 +55,20 @@ def failed() -> bool:
     return getattr(sys, "last_value", None) is not None
 
 
+def mpi_of_job() -> Any:
+    """The module mpi4py.MPI if the program has joined several ranks by it, else None."""
+    MPI: Any = sys.modules.get("mpi4py.MPI")
+    is_joined = MPI and MPI.Is_initialized() and not MPI.Is_finalized()
+    return MPI if is_joined and MPI.COMM_WORLD.size > 1 else None
+
+
 def _settle() -> None:
     sys.setswitchinterval(1e-6)  # a thread that waits for the interpreter gets it at once
     time.sleep(SETTLE_S)
 
 
 def _leave() -> None:
-    MPI = sys.modules.get("mpi4py.MPI")
-    joined = MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized()
-    if MPI is None or not joined or MPI.COMM_WORLD.size == 1:
-        MPI = None
+    MPI = mpi_of_job()
     board = job_board() if failed() or MPI else None
     if failed():
         if board and dist.get_world_size() > 1:

@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from wf_backends._validation import seconds
 from wf_backends.comm import DEFAULT_TIMEOUT_S, LOG_FOLDER, job_board
 from wf_backends.launch.connecting import connect
-from wf_backends.launch.ending import failed, leave_at_exit, settle_at_exit
+from wf_backends.launch.ending import failed, leave_at_exit, mpi_of_job, settle_at_exit
 from wf_backends.launch.environment import (
     LAUNCHERS,
     JobProcess,
@@ -143,8 +142,7 @@ def _open_group(backend: str, process: JobProcess, timeout: float) -> JobProcess
 def _warn_of_another_rank(environ: Mapping[str, str], process: JobProcess) -> None:
     """Say that RANK and WORLD_SIZE are not used where the launcher says something else."""
     rank, size = environ.get("RANK"), environ.get("WORLD_SIZE")
-    known = [launcher for launcher in LAUNCHERS if launcher.name != "environment"]
-    marks = [launcher.mark for launcher in known if launcher.mark in environ]
+    marks = [x.mark for x in LAUNCHERS if x.name != "environment" and x.mark in environ]
     if marks and rank and size and (rank, size) != (str(process.rank), str(process.world_size)):
         logging.getLogger(__name__).warning(
             "RANK=%s and WORLD_SIZE=%s are not used: %s started this process as rank %d of %d. "
@@ -187,8 +185,8 @@ def load_mpi() -> Any:
 
 def _process_by_mpi(process: JobProcess) -> JobProcess:
     """This process according to MPI, if the launcher is unknown and the program has loaded MPI."""
-    MPI = sys.modules.get("mpi4py.MPI")
-    if process.launcher not in ("single", "environment") or MPI is None or MPI.COMM_WORLD.size == 1:
+    MPI = mpi_of_job()
+    if process.launcher not in ("single", "environment") or MPI is None:
         return process
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     if process.launcher == "single":
