@@ -22,3 +22,10 @@ from wf_backends.dsp import error_between
 )
 def test_an_infinite_element_hides_no_other_that_differs(part: list[float], error: float) -> None:
     assert error_between(torch.tensor(part), torch.tensor([-inf, 1.0, 4.0])) == error
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_lowest_number_of_a_dtype_hides_no_other_that_differs(dtype: torch.dtype) -> None:
+    lowest = torch.finfo(dtype).min
+    whole = torch.tensor([lowest, 1.0, 4.0], dtype=dtype)
+    assert error_between(torch.tensor([lowest, 1.0, 3.0], dtype=dtype), whole) == 0.25
